@@ -1,0 +1,1 @@
+"""Cases and timing: what is measured, and how."""

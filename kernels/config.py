@@ -1,0 +1,156 @@
+"""Launch configurations: one frozen dataclass, one predicate that says whether it is legal, one pure choice.
+
+Nothing here touches a GPU: the choice is a function of the layer, the architecture and the token count, so that
+it can be tested anywhere and never tunes inside a serving call.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megamoe.spec import LayerSpec
+
+INTERPRETER = 0  # the "architecture" of Triton's CPU interpreter
+ARCHITECTURES = (90, 100, 120)
+
+# Dynamic shared memory one CTA may use, bytes.
+SHARED_MEMORY = {90: 232448, 100: 232448, 120: 101376}
+
+SCALE_ATOM_ROWS = 128  # weight scales come in atoms of 128 rows: a tile of N is a whole number of them
+
+
+@dataclass(frozen=True)
+class GemmConfig:
+    """Tile of one expert GEMM.
+
+    `block_m` permuted rows × `block_n` weight rows × `block_k` elements of the contraction axis per pipeline stage.
+    `mma` is how the numbers meet: `scaled` (`tl.dot_scaled`, native on Blackwell), `decoded` (E2M1 with UE4M3
+    scales decoded to BF16: Triton 3.6 has no `dot_scaled` for it on SM90) or `block` (FP8 MMA per K block, promoted to
+    fp32 with fp32 scales).
+    """
+
+    block_m: int
+    block_n: int
+    block_k: int
+    num_warps: int
+    num_stages: int
+    mma: str
+
+
+@dataclass(frozen=True)
+class LayerConfig:
+    """Configurations of both GEMMs; they share `block_m`, since one tile list serves both."""
+
+    gate_up: GemmConfig
+    down: GemmConfig
+
+    @property
+    def block_m(self) -> int:
+        return self.gate_up.block_m
+
+
+def illegal_reason(config: LayerConfig, spec: LayerSpec, arch: int) -> str | None:
+    """Why `config` cannot run `spec` on `arch`, or None. The single definition of a legal configuration."""
+    if config.gate_up.block_m != config.down.block_m:
+        return f"block_m differs: gate_up {config.gate_up.block_m}, down {config.down.block_m}"
+    for name, gemm in (("gate_up", config.gate_up), ("down", config.down)):
+        reason = _gemm_illegal_reason(gemm, spec, arch, is_down=name == "down")
+        if reason is not None:
+            return f"{name}: {reason}"
+    return None
+
+
+def _gemm_illegal_reason(gemm: GemmConfig, spec: LayerSpec, arch: int, *, is_down: bool) -> str | None:
+    for field in ("block_m", "block_n", "block_k"):
+        value = getattr(gemm, field)
+        if value < 16 or value & (value - 1):
+            return f"{field}={value} is not a power of two of at least 16"
+    if gemm.block_n % SCALE_ATOM_ROWS:
+        return f"block_n={gemm.block_n} is not a multiple of {SCALE_ATOM_ROWS}"
+    traits = spec.traits
+    mma = mma_of(spec, arch)
+    if gemm.mma not in (mma if arch != INTERPRETER else _mma_choices(spec)):
+        return f"mma={gemm.mma!r} does not serve {spec.recipe} on {arch_name(arch)}; allowed: {mma}"
+    if gemm.mma == "block":
+        group = traits.mid_group if is_down else traits.act_group
+        if gemm.block_k != group:
+            return f"block_k={gemm.block_k} must equal the activation scale group {group}: one promotion per block"
+    elif gemm.block_k % (4 * traits.act_group):
+        return f"block_k={gemm.block_k} is not a multiple of {4 * traits.act_group}: scales come four to a word"
+    if arch == 100 and gemm.mma == "scaled" and gemm.block_m != 128:
+        return f"block_m={gemm.block_m}: block-scaled tcgen05.mma has 128 rows"
+    if arch == 90 and gemm.mma != "decoded" and gemm.block_m < 64:
+        return f"block_m={gemm.block_m}: wgmma has at least 64 rows"
+    if arch in SHARED_MEMORY:
+        needed = shared_memory_bytes(gemm, spec)
+        if needed > SHARED_MEMORY[arch]:
+            return f"needs about {needed} bytes of shared memory, {arch_name(arch)} has {SHARED_MEMORY[arch]}"
+    return None
+
+
+def shared_memory_bytes(gemm: GemmConfig, spec: LayerSpec) -> int:
+    """A lower bound of the pipeline's shared memory: operand bytes of every stage, scales aside."""
+    traits = spec.traits
+    act = gemm.block_m * gemm.block_k // (2 if traits.act == "e2m1" else 1)
+    weight_formats = {traits.weight, spec.shared_weight or traits.weight}
+    weight = gemm.block_n * gemm.block_k // (1 if "e4m3" in weight_formats else 2)
+    return gemm.num_stages * (act + weight)
+
+
+def _mma_choices(spec: LayerSpec) -> tuple[str, ...]:
+    if spec.traits.act_scale_format == "fp32":
+        return ("block",)
+    return ("scaled", "decoded") if spec.traits.act_scale_format == "ue4m3" else ("scaled",)
+
+
+def mma_of(spec: LayerSpec, arch: int) -> str:
+    """How the recipe's numbers meet on `arch`; see `GemmConfig.mma`."""
+    if spec.traits.act_scale_format == "fp32":
+        return "block"
+    if spec.traits.act_scale_format == "ue4m3" and arch == 90:
+        return "decoded"
+    return "scaled"
+
+
+def arch_name(arch: int) -> str:
+    return "the CPU interpreter" if arch == INTERPRETER else f"sm_{arch}"
+
+
+def choose_config(spec: LayerSpec, arch: int, num_tokens: int) -> LayerConfig:
+    """The configuration for `num_tokens` tokens of `spec` on `arch` (90, 100, 120; 0: interpreter).
+
+    The sm_90 tiles are the fastest of those measured on an H200; see `bench/results/`.
+    """
+    mma = mma_of(spec, arch)
+    traits = spec.traits
+    few_rows = num_tokens * spec.top_k <= 48 * spec.num_local_experts
+    if mma == "block":
+        gate_up_k, down_k = traits.act_group, traits.mid_group
+    else:
+        gate_up_k = down_k = 4 * traits.act_group if traits.act == "e4m3" else 256 if arch == 100 else 128
+    if arch == INTERPRETER:
+        tile = down = _Tile(32, 128, num_warps=4, num_stages=1)
+    elif arch == 100:
+        tile = down = _Tile(128 if mma == "scaled" else 64, 128, num_warps=8, num_stages=4)
+    elif arch == 120:
+        tile = down = _Tile(64, 128, num_warps=8, num_stages=2)
+    elif mma == "block":
+        tile = _Tile(64, 128, num_warps=4, num_stages=4)
+        down = _Tile(64, 128, num_warps=8, num_stages=5) if few_rows else tile
+    elif few_rows:
+        # dot_scaled decodes the weights once per warp group: more of them only decode more.
+        tile = down = _Tile(64, 128, num_warps=4, num_stages=3)
+    else:
+        tile = down = _Tile(128, 256, num_warps=8, num_stages=3)
+    return LayerConfig(tile.gemm(gate_up_k, mma), down.gemm(down_k, mma))
+
+
+@dataclass(frozen=True)
+class _Tile:
+    block_m: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+
+    def gemm(self, block_k: int, mma: str) -> GemmConfig:
+        return GemmConfig(self.block_m, self.block_n, block_k, self.num_warps, self.num_stages, mma)

@@ -1,0 +1,184 @@
+"""The three K loops of the expert GEMMs. Each returns an fp32 accumulator [BLOCK_M, BLOCK_N] of A · Bᵀ.
+
+Common to all: A rows are given by index (`a_rows`, int64), so that GEMM 1 gathers tokens and GEMM 2 reads a
+contiguous range with the same code; B is one expert's matrix [n_rows, K], K contiguous, as DeepGEMM stores it. Rows
+beyond the live ones are masked, never read: scratch may hold NaN. A K tail is masked with zeros in the elements *and*
+in the activation scales, since a poisoned scale byte times zero would still be NaN.
+"""
+
+import triton
+import triton.language as tl
+
+from megamoe.kernels.layouts.scale_atoms import load_scale_atoms
+from megamoe.kernels.numerics import e2m1_to_f32
+
+
+@triton.jit
+def _scale_operand(scale, SCALE_FORMAT: tl.constexpr):
+    """Scale bytes as `tl.dot_scaled` wants them: uint8 means UE8M0, a float8 type means UE4M3."""
+    if SCALE_FORMAT == "ue4m3":
+        return scale.to(tl.float8e4nv, bitcast=True)
+    else:  # not a plain return: both would be compiled, and their types differ
+        return scale
+
+
+@triton.jit
+def scaled_loop(
+    a, a_rows, a_live, a_sf, a_sf_stride: tl.constexpr,
+    b, b_first, n_rows: tl.constexpr, b_sf,
+    K: tl.constexpr, A_FORMAT: tl.constexpr, B_FORMAT: tl.constexpr, SCALE_FORMAT: tl.constexpr, GROUP: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """Block-scaled MMA: native on SM100 and SM120, BF16 emulation on SM90, NumPy in the interpreter."""
+    A_PACK: tl.constexpr = 2 if A_FORMAT == "e2m1" else 1
+    B_PACK: tl.constexpr = 2 if B_FORMAT == "e2m1" else 1
+    EVEN_K: tl.constexpr = K % BLOCK_K == 0
+    a_k = tl.arange(0, BLOCK_K // A_PACK)
+    b_k = tl.arange(0, BLOCK_K // B_PACK)
+    sf_k = tl.arange(0, BLOCK_K // GROUP)
+    b_rows = b_first + tl.arange(0, BLOCK_N)
+    a_ptr = a + a_rows[:, None] * (K // A_PACK) + a_k[None, :]
+    a_sf_ptr = a_sf + a_rows[:, None] * a_sf_stride + sf_k[None, :]
+    b_ptr = b + b_rows.to(tl.int64)[None, :] * (K // B_PACK) + b_k[:, None]
+    b_live = b_rows[None, :] < n_rows
+    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for k0 in range(0, K, BLOCK_K):
+        if EVEN_K:
+            a_tile = tl.load(a_ptr, mask=a_live[:, None], other=0.0)
+            a_scale = tl.load(a_sf_ptr, mask=a_live[:, None], other=0)
+            b_tile = tl.load(b_ptr, mask=b_live, other=0.0)
+        else:
+            a_tile = tl.load(a_ptr, mask=a_live[:, None] & (k0 // A_PACK + a_k < K // A_PACK)[None, :], other=0.0)
+            a_scale = tl.load(a_sf_ptr, mask=a_live[:, None] & (k0 // GROUP + sf_k < K // GROUP)[None, :], other=0)
+            b_tile = tl.load(b_ptr, mask=b_live & (k0 // B_PACK + b_k < K // B_PACK)[:, None], other=0.0)
+        b_scale = load_scale_atoms(b_sf, b_first, k0 // GROUP, n_rows, K // GROUP, BLOCK_N, BLOCK_K // GROUP)
+        acc = tl.dot_scaled(
+            a_tile, _scale_operand(a_scale, SCALE_FORMAT), A_FORMAT,
+            b_tile, _scale_operand(b_scale, SCALE_FORMAT), B_FORMAT, acc,
+        )  # fmt: skip
+        a_ptr += BLOCK_K // A_PACK
+        a_sf_ptr += BLOCK_K // GROUP
+        b_ptr += BLOCK_K // B_PACK
+    return acc
+
+
+@triton.jit
+def _decode_nibbles(codes, scale, ROWS: tl.constexpr, PAIRS: tl.constexpr, GROUPS: tl.constexpr):
+    """E2M1 codes [ROWS, PAIRS] times the scales of their groups [ROWS, GROUPS], as BF16.
+
+    Exact: a code has two significant bits and a UE4M3 scale four, their product fits BF16's eight.
+    """
+    values = e2m1_to_f32(codes).reshape(ROWS, GROUPS, PAIRS // GROUPS) * scale[:, :, None]
+    return values.reshape(ROWS, PAIRS).to(tl.bfloat16)
+
+
+@triton.jit
+def decoded_loop(
+    a, a_rows, a_live, a_sf, a_sf_stride: tl.constexpr,
+    b, b_first, n_rows: tl.constexpr, b_sf,
+    K: tl.constexpr, GROUP: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """NVFP4 × NVFP4 through BF16 MMA, decoded in registers, for SM90.
+
+    Low and high nibbles (even and odd columns) go through two MMAs: the contraction does not care about the order
+    of K, and no nibble has to move to another thread.
+    """
+    EVEN_K: tl.constexpr = K % BLOCK_K == 0
+    PAIRS: tl.constexpr = BLOCK_K // 2
+    GROUPS: tl.constexpr = BLOCK_K // GROUP
+    k = tl.arange(0, PAIRS)
+    sf_k = tl.arange(0, GROUPS)
+    b_rows = b_first + tl.arange(0, BLOCK_N)
+    a_ptr = a + a_rows[:, None] * (K // 2) + k[None, :]
+    a_sf_ptr = a_sf + a_rows[:, None] * a_sf_stride + sf_k[None, :]
+    b_ptr = b + b_rows.to(tl.int64)[:, None] * (K // 2) + k[None, :]
+    b_live = (b_rows < n_rows)[:, None]
+    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for k0 in range(0, K, BLOCK_K):
+        a_mask = a_live[:, None]
+        b_mask = b_live
+        sf_mask = a_live[:, None]
+        if not EVEN_K:
+            a_mask = a_mask & (k0 // 2 + k < K // 2)[None, :]
+            b_mask = b_mask & (k0 // 2 + k < K // 2)[None, :]
+            sf_mask = sf_mask & (k0 // GROUP + sf_k < K // GROUP)[None, :]
+        a_tile = tl.load(a_ptr, mask=a_mask, other=0)
+        b_tile = tl.load(b_ptr, mask=b_mask, other=0)
+        a_scale = tl.load(a_sf_ptr, mask=sf_mask, other=0).to(tl.float8e4nv, bitcast=True).to(tl.float32)
+        b_scale = load_scale_atoms(b_sf, b_first, k0 // GROUP, n_rows, K // GROUP, BLOCK_N, GROUPS)
+        b_scale = b_scale.to(tl.float8e4nv, bitcast=True).to(tl.float32)
+        a_even = _decode_nibbles(a_tile & 0xF, a_scale, BLOCK_M, PAIRS, GROUPS)
+        b_even = _decode_nibbles(b_tile & 0xF, b_scale, BLOCK_N, PAIRS, GROUPS)
+        acc = tl.dot(a_even, tl.trans(b_even), acc)
+        a_odd = _decode_nibbles(a_tile >> 4, a_scale, BLOCK_M, PAIRS, GROUPS)
+        b_odd = _decode_nibbles(b_tile >> 4, b_scale, BLOCK_N, PAIRS, GROUPS)
+        acc = tl.dot(a_odd, tl.trans(b_odd), acc)
+        a_ptr += PAIRS
+        a_sf_ptr += GROUPS
+        b_ptr += PAIRS
+    return acc
+
+
+@triton.jit
+def block_loop(
+    a, a_rows, a_live, a_sf, a_sf_stride: tl.constexpr,
+    b, b_first, n_rows: tl.constexpr, b_sf, b_sf_rows,
+    K: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """E4M3 × E4M3 with fp32 scales: one MMA per activation scale group, promoted as acc = fma(sa·sw, p, acc).
+
+    `b_sf` is the expert's fp32 [ceil(rows/128), ceil(K/128)]; `b_sf_rows` names the scale row of each tile column.
+    BLOCK_K is the activation scale group (128 in GEMM 1, 64 in GEMM 2), as DeepGEMM's SM90 kernel promotes.
+    """
+    EVEN_K: tl.constexpr = K % BLOCK_K == 0
+    SF_COLS: tl.constexpr = (K + 127) // 128
+    k = tl.arange(0, BLOCK_K)
+    b_rows = b_first + tl.arange(0, BLOCK_N)
+    a_ptr = a + a_rows[:, None] * K + k[None, :]
+    b_ptr = b + b_rows.to(tl.int64)[None, :] * K + k[:, None]
+    a_sf_ptr = a_sf + a_rows * a_sf_stride
+    b_sf_ptr = b_sf + b_sf_rows * SF_COLS
+    b_live = b_rows < n_rows
+    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for k0 in range(0, K, BLOCK_K):
+        a_mask = a_live[:, None]
+        b_mask = b_live[None, :]
+        if not EVEN_K:
+            a_mask = a_mask & (k0 + k < K)[None, :]
+            b_mask = b_mask & (k0 + k < K)[:, None]
+        a_tile = tl.load(a_ptr, mask=a_mask, other=0.0)
+        b_tile = tl.load(b_ptr, mask=b_mask, other=0.0)
+        a_scale = tl.load(a_sf_ptr + k0 // BLOCK_K, mask=a_live, other=0.0)
+        b_scale = tl.load(b_sf_ptr + k0 // 128, mask=b_live, other=0.0)
+        partial = tl.dot(a_tile, b_tile, out_dtype=tl.float32)
+        acc = tl.fma(a_scale[:, None] * b_scale[None, :], partial, acc)
+        a_ptr += BLOCK_K
+        b_ptr += BLOCK_K
+    return acc
+
+
+@triton.jit
+def expert_tile(
+    a, a_rows, a_live, a_sf, a_sf_stride: tl.constexpr,
+    b, b_first, n_rows: tl.constexpr, b_sf, b_sf_rows,
+    K: tl.constexpr, MMA: tl.constexpr,
+    A_FORMAT: tl.constexpr, B_FORMAT: tl.constexpr, SCALE_FORMAT: tl.constexpr, GROUP: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """One accumulator tile by the K loop that `MMA` names (`kernels.config.GemmConfig.mma`)."""
+    if MMA == "block":
+        acc = block_loop(
+            a, a_rows, a_live, a_sf, a_sf_stride, b, b_first, n_rows, b_sf, b_sf_rows, K, BLOCK_M, BLOCK_N, BLOCK_K
+        )
+    elif MMA == "decoded":
+        acc = decoded_loop(
+            a, a_rows, a_live, a_sf, a_sf_stride, b, b_first, n_rows, b_sf, K, GROUP, BLOCK_M, BLOCK_N, BLOCK_K
+        )
+    else:
+        acc = scaled_loop(
+            a, a_rows, a_live, a_sf, a_sf_stride, b, b_first, n_rows, b_sf,
+            K, A_FORMAT, B_FORMAT, SCALE_FORMAT, GROUP, BLOCK_M, BLOCK_N, BLOCK_K,
+        )  # fmt: skip
+    return acc

@@ -1,0 +1,94 @@
+"""Device functions for the number formats: E4M3, E2M1 codes, UE8M0 exponents. Plain `tl` operations throughout.
+
+They run as they are under the CPU interpreter (with `megamoe.oracle.interpreter`) and on the GPU, and agree there bit
+for bit, NaN included. Kernels that use them must be launched with `enable_fp_fusion=False` where bytes are a contract.
+
+Source of the rules: DeepGEMM MegaMoE of `sgl-deep-gemm` 0.1.7 (E2M1 ties toward zero in the pre-dispatch, to even in
+the fused requantization) and the PTX conversions `cvt.rn.satfinite.{e4m3x2,e2m1x2}`.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+# 2^-126: moves 1.0, the smallest normal E2M1 number, onto the smallest normal fp32 number; see `e2m1_code_…`.
+_E2M1_ALIGN = tl.constexpr(2.0**-126)
+# 1.5·2^23-style rounding constant at ulp 0.5, E2M1's finest step: exponent field 127 + 22.
+_STEP_EXPONENT = tl.constexpr(22 << 23)
+_ONE_BITS = tl.constexpr(127 << 23)
+
+
+@triton.jit
+def f32_to_e4m3(x):
+    """fp32 → `tl.float8e4nv`: nearest even, saturating to ±448 (±Inf too), −0 kept, NaN → 0x7F whatever its sign.
+
+    On NVIDIA GPUs this is `cvt.rn.satfinite.e4m3x2.f32`.
+    """
+    return x.to(tl.float8e4nv)
+
+
+@triton.jit
+def e4m3_to_f32(x):
+    """`tl.float8e4nv` → fp32, exact. A UE4M3 scale byte is read by `.to(tl.float8e4nv, bitcast=True)` first."""
+    return x.to(tl.float32)
+
+
+@triton.jit
+def ue8m0_ceil(raw, LO: tl.constexpr, HI: tl.constexpr):
+    """Byte (as int32) of the smallest power of two ≥ `raw`, an fp32 ≥ 0, clamped to [LO, HI].
+
+    Byte b stands for 2^(b−127). It is the exponent field of `raw`, plus one where the mantissa is not zero; subnormal
+    `raw` gives 1, Inf and NaN give HI.
+    """
+    bits = raw.to(tl.int32, bitcast=True)
+    byte = (bits >> 23) + tl.where((bits & 0x7FFFFF) != 0, 1, 0)
+    return tl.minimum(tl.maximum(byte, LO), HI)
+
+
+@triton.jit
+def ue8m0_inverse(byte):
+    """fp32 1/2^(byte−127) for an int32 `byte` in 0 … 254; 254 gives +0, not the subnormal 2^-127."""
+    return ((254 - byte) << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def e2m1_code_rne(x):
+    """fp32 → E2M1 code (int32, 0 … 15): nearest even, saturating to ±6, −0 and negative underflow → 8, NaN → 7.
+
+    What `cvt.rn.satfinite.e2m1x2.f32` writes. Adding 2^(22+e), where 2^e ≤ |x| < 2^(e+1) and e ≥ 0, rounds |x| once to
+    E2M1's step in that binade, because fp32's last place is then exactly that step. The rounded value has at most two
+    significant bits; as an fp32 number scaled by 2^-126 its top bits are the code (0 and 0.5 are subnormal in both).
+    """
+    x = tl.maximum(tl.minimum(x, 6.0), -6.0)  # min first: NaN → 6
+    bits = x.to(tl.int32, bitcast=True)
+    step = (tl.maximum(bits & 0x7F800000, _ONE_BITS) + _STEP_EXPONENT).to(tl.float32, bitcast=True)
+    rounded = (tl.abs(x) + step) - step
+    code = (rounded * _E2M1_ALIGN).to(tl.int32, bitcast=True) >> 22
+    return code | ((bits >> 28) & 8)
+
+
+@triton.jit
+def e2m1_code_ties_to_zero(x):
+    """fp32 → E2M1 code (int32, 0 … 15): nearest, ties to the smaller magnitude, saturating; never −0; NaN → 0.
+
+    The code counts the thresholds .25, .75, 1.25, 1.75, 2.5, 3.5, 5 strictly below |x|. First |x| is rounded *up* to
+    11 significant bits, which takes nothing across a threshold since all of them fit in 11 bits (and "strictly above"
+    is what survives rounding up). Scaled by 2^-126, exactly from 2^-12 on, 1.0 becomes the smallest normal fp32 number,
+    so that E2M1's subnormals are fp32 subnormals and the code is the top bits, rounded half down.
+    """
+    bits = tl.minimum(tl.maximum(tl.abs(x), 0.0), 6.0).to(tl.int32, bitcast=True)  # max first: NaN → 0
+    magnitude = ((bits + 0x1FFF) & -0x2000).to(tl.float32, bitcast=True)
+    code = ((magnitude * _E2M1_ALIGN).to(tl.int32, bitcast=True) + 0x1FFFFF) >> 22
+    return tl.where((x < 0) & (code != 0), code | 8, code)
+
+
+_E2M1_UNALIGN = tl.constexpr(2.0**126)
+
+
+@triton.jit
+def e2m1_to_f32(code):
+    """E2M1 code (an integer, bits 0 … 3) → fp32, exact: its three magnitude bits are the top of an fp32 at 2^-126."""
+    code = code.to(tl.int32)
+    bits = ((code & 7) << 22) | ((code & 8) << 28)
+    return bits.to(tl.float32, bitcast=True) * _E2M1_UNALIGN

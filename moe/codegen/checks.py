@@ -1,0 +1,41 @@
+"""What a compiled job must be: no spills, the arithmetic its contract allows, the MMA its recipe calls for."""
+
+from __future__ import annotations
+
+from megamoe.codegen.analyse import Report
+
+SMEM_LIMIT = {90: 232448, 100: 232448, 120: 101376}  # dynamic shared memory a block may have, bytes
+TMEM_COLUMNS = 512
+GEMMS = ("gate_up", "down")
+SM100_MMA = {
+    "fp8xfp4": "tcgen05.mma kind::mxf8f6f4 block_scale",
+    "mxf4xmxf4": "tcgen05.mma kind::mxf4 block_scale",
+    "nvfp4xnvfp4": "tcgen05.mma kind::mxf4nvf4 block_scale",
+    "fp8xfp8": "tcgen05.mma kind::f8f6f4",
+}
+
+
+def violations(report: Report, *, arch: int, kernel: str, recipe: str, contract: frozenset[str]) -> list[str]:
+    """What is wrong with a compiled job, one sentence each; empty when it keeps its contract."""
+    found = []
+    if report.stack:
+        found.append(f"STACK:{report.stack} (must be 0)")
+    if report.stl or report.ldl:
+        found.append(
+            f"spills: {report.stl} STL ({report.stl_in_loops} in loops), {report.ldl} LDL ({report.ldl_in_loops} in loops)"
+        )
+    if report.smem > SMEM_LIMIT[arch]:
+        found.append(f"{report.smem} bytes of shared memory; sm_{arch} has {SMEM_LIMIT[arch]}")
+    if report.tmem > TMEM_COLUMNS:
+        found.append(f"{report.tmem} columns of tensor memory; there are {TMEM_COLUMNS}")
+    for name, count in report.inexact.items():
+        if name not in contract:
+            found.append(f"{count} × {name} (allowed: {', '.join(sorted(contract)) or 'none'})")
+    # A sigmoid is one exponential and one division: where both are allowed, no other division may hide among them.
+    divisions, exponentials = report.inexact.get("div.full", 0), report.inexact.get("ex2.approx", 0)
+    if contract >= {"div.full", "ex2.approx"} and divisions > exponentials:
+        found.append(f"{divisions} × div.full for {exponentials} × ex2.approx: not every division is a sigmoid's")
+    expected = SM100_MMA.get(recipe.split("/")[0])
+    if arch == 100 and kernel in GEMMS and expected is not None and report.mma != [expected]:
+        found.append(f"MMA is {', '.join(report.mma) or 'none'}; {recipe} needs {expected}")
+    return found

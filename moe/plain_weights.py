@@ -1,0 +1,51 @@
+"""`PlainWeights`: expert weights as a checkpoint has them, before any kernel layout."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+
+import torch
+
+
+@dataclass(frozen=True)
+class PlainWeights:
+    """Quantized weights of one layer, rows of the contraction axis contiguous.
+
+    w13 [E, 2I, H], rows = I gate rows, then I up rows; w2 [E, H, I]. Shared experts are one dense MLP of
+    width W = I·S: shared_w13 [2W, H], shared_w2 [H, W], all four shared tensors or none. Elements and
+    scales:
+
+    ================  =================================  ====================================================
+    element           tensor                             scale tensor
+    ================  =================================  ====================================================
+    E2M1              uint8 [.., N, K/2], low nibble =   uint8 [.., N, K/g]: UE8M0 bytes (g = 32) or UE4M3
+                      even column                        bytes (g = 16)
+    E4M3, MX scaled   float8_e4m3fn [.., N, K]           uint8 [.., N, K/32], UE8M0 bytes
+    E4M3, block       float8_e4m3fn [.., N, K]           fp32 [.., ⌈N/128⌉, ⌈K/128⌉]: element [n, k] has
+    scaled                                               scale [n // 128, k // 128]
+    ================  =================================  ====================================================
+
+    The format of the shared weights is decided by their dtype, not by the recipe: beside MXFP4 experts they
+    may be E4M3 with UE8M0 scales (DeepGEMM) or MXFP4 as well.
+    """
+
+    w13: torch.Tensor
+    w13_scale: torch.Tensor
+    w2: torch.Tensor
+    w2_scale: torch.Tensor
+    shared_w13: torch.Tensor | None = None
+    shared_w13_scale: torch.Tensor | None = None
+    shared_w2: torch.Tensor | None = None
+    shared_w2_scale: torch.Tensor | None = None
+
+    @property
+    def shared_weight(self) -> str | None:
+        """Element format of the shared weights, `"e4m3"` or `"e2m1"`; None without shared experts."""
+        if self.shared_w13 is None:
+            return None
+        return "e4m3" if self.shared_w13.dtype == torch.float8_e4m3fn else "e2m1"
+
+    def to(self, device: torch.device | str) -> PlainWeights:
+        """The same weights on `device`."""
+        tensors = {field.name: getattr(self, field.name) for field in fields(self)}
+        return replace(self, **{name: t.to(device) for name, t in tensors.items() if t is not None})

@@ -1,0 +1,1 @@
+"""References and adapters that judge the kernels."""

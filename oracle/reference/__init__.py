@@ -1,0 +1,56 @@
+"""The reference: a MoE layer in plain torch that reads as the specification and judges the kernels.
+
+`quantizers` holds every step that makes bytes, `layer` the arithmetic between them. Runs on CPU and CUDA.
+"""
+
+from megamoe.oracle.reference.layer import (
+    LayerTrace,
+    Matmul,
+    Stages,
+    combine,
+    matmul_fp32,
+    matmul_fp64,
+    moe_layer,
+    swiglu,
+)
+from megamoe.oracle.reference.quantizers import (
+    BlockFormat,
+    PreDispatched,
+    Quantized,
+    act_format,
+    dequantize_act,
+    dequantize_weight,
+    expand_scales,
+    kind_of,
+    mid_format,
+    pre_dispatch_reference,
+    quantize,
+    requantize,
+    shared_weight_format,
+    weight_format,
+)
+
+__all__ = [
+    "BlockFormat",
+    "LayerTrace",
+    "Matmul",
+    "PreDispatched",
+    "Quantized",
+    "Stages",
+    "act_format",
+    "combine",
+    "dequantize_act",
+    "dequantize_weight",
+    "expand_scales",
+    "kind_of",
+    "matmul_fp32",
+    "matmul_fp64",
+    "mid_format",
+    "moe_layer",
+    "pre_dispatch_reference",
+    "quantize",
+    "requantize",
+    "shared_weight_format",
+    "swiglu",
+    "weight_format",
+]

@@ -1,0 +1,167 @@
+"""GEMM 1's epilogue on given accumulators: bytes, where no MMA and no approximate sigmoid can blur them.
+
+A gate of 32 has sigmoid 1 exactly, in fp32 and by every approximation, so that with weight 1/32 the activated value is the
+up value itself, and every awkward value can be put in front of the requantizer.
+"""
+
+import math
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from megamoe.kernels.epilogue import requantize_accumulators
+from megamoe.kernels.layouts.gate_up import interleave_gate_up
+from megamoe.oracle.metrics import assert_bytes_equal
+from megamoe.oracle.reference import requantize, swiglu
+from megamoe.recipe import SERVED, Recipe, traits
+
+RECIPES = {recipe.mma_type: recipe for recipe in SERVED}
+E2M1_TIES = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
+
+
+def _requantize(recipe: Recipe, gate: torch.Tensor, up: torch.Tensor, weight: torch.Tensor, device: str, **options):
+    acc = interleave_gate_up(torch.cat((gate, up), dim=1), traits(recipe).interleave, dim=1)
+    q, sf = requantize_accumulators(acc.to(device), weight.to(device), recipe, **options)
+    return q.cpu(), sf.cpu()
+
+
+def _check(recipe: Recipe, up: torch.Tensor, device: str, *, weight: float = 1 / 32) -> None:
+    rows = up.shape[0]
+    weights = torch.full((rows,), weight)
+    q, sf = _requantize(recipe, torch.full_like(up, 32.0), up, weights, device)
+    act = swiglu(torch.full_like(up, 32.0), up, recipe.numerics, None) * weights[:, None]
+    expected_q, expected_sf = requantize(act, recipe)
+    assert_bytes_equal(q, expected_q, f"{recipe} elements")
+    assert_bytes_equal(sf, expected_sf, f"{recipe} scales")
+
+
+@dataclass(frozen=True)
+class Case:
+    """Rows of up values [n, 128], BF16-representable."""
+
+    make: object
+
+
+def _normal(generator: torch.Generator) -> torch.Tensor:
+    return torch.randn(64, 128, generator=generator).bfloat16().float()
+
+
+def _wide_range(generator: torch.Generator) -> torch.Tensor:
+    return (torch.randn(64, 128, generator=generator) * 2.0 ** torch.randint(-60, 60, (64, 128), generator=generator)).bfloat16().float()
+
+
+def _scale_boundaries(generator: torch.Generator) -> torch.Tensor:
+    """amax at 448·2^k and 6·2^k, one BF16 ulp below and above, in every position of a group in turn."""
+    values = torch.rand(128, 128, generator=generator).bfloat16().float()
+    step = 2.0**-7
+    for row in range(128):
+        top = (448.0, 6.0)[row % 2] * 2.0 ** (row // 6 - 10)
+        amax = top * (1 + (row % 3 - 1) * step)
+        values[row] *= amax / 2
+        values[row, row] = -amax if row % 5 == 0 else amax
+    return values.bfloat16().float()
+
+
+def _ties(generator: torch.Generator) -> torch.Tensor:
+    """Every E2M1 tie and its BF16 neighbours, both signs, in groups whose scale is exactly 1 (amax 6) or 1/8."""
+    values = torch.tensor([t * (1 + d * 2.0**-7) for t in E2M1_TIES for d in (-1, 0, 1)]).bfloat16().float()
+    row = torch.zeros(128)
+    row[:: 16] = 6.0
+    free = [c for c in range(128) if c % 16]
+    picks = torch.randint(0, len(values), (64, len(free)), generator=generator)
+    signs = 1 - 2 * torch.randint(0, 2, (64, len(free)), generator=generator).float()
+    rows = row.repeat(64, 1)
+    rows[:, free] = values[picks] * signs
+    rows[32:] /= 8
+    return rows
+
+
+def _zeros_and_denormals(generator: torch.Generator) -> torch.Tensor:
+    values = torch.zeros(16, 128)
+    values[1] = -0.0
+    values[2, 5] = 2.0**-126
+    values[3, ::7] = -(2.0**-130)
+    values[4, 64:] = 1.0
+    values[5, 3] = 1e-11
+    values[6, 3] = 1e-10
+    values[7, 3] = 1e-9
+    values[8] = torch.linspace(-1e-38, 1e-38, 128)
+    values[9:] = torch.randn(7, 128, generator=generator) * (torch.rand(7, 128, generator=generator) < 0.1)
+    return values.bfloat16().float()
+
+
+CASES = {
+    "normal": Case(_normal),
+    "wide range": Case(_wide_range),
+    "scale boundaries": Case(_scale_boundaries),
+    "E2M1 ties": Case(_ties),
+    "zeros and denormals": Case(_zeros_and_denormals),
+}
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+@pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
+def test_bytes(recipe: Recipe, case: Case, device: str) -> None:
+    up = case.make(torch.Generator().manual_seed(7))  # type: ignore[operator]
+    _check(recipe, up, device)
+
+
+@pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
+def test_weight_multiplies_before_the_scale_is_formed(recipe: Recipe, device: str) -> None:
+    up = _normal(torch.Generator().manual_seed(8))
+    _check(recipe, up, device, weight=0.3)
+
+
+@pytest.mark.parametrize("rows", (1, 15, 17))
+@pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
+def test_row_tails(recipe: Recipe, rows: int, device: str) -> None:
+    _check(recipe, _normal(torch.Generator().manual_seed(9))[:rows], device)
+
+
+@pytest.mark.parametrize("columns", (64, 192, 320))
+@pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
+def test_column_tails(recipe: Recipe, columns: int, device: str) -> None:
+    generator = torch.Generator().manual_seed(10)
+    _check(recipe, torch.randn(5, columns, generator=generator).bfloat16().float(), device)
+
+
+@pytest.mark.parametrize("clamp", (None, 0.0, 1.0, 1.3, 10.0, math.inf))
+@pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
+def test_clamp(recipe: Recipe, clamp: float | None, device: str) -> None:
+    """Dequantized against the reference: within half a step of the element format, and exactly zero for a zero limit."""
+    generator = torch.Generator().manual_seed(11)
+    gate, up = torch.randn(2, 32, 128, generator=generator) * 4
+    weights = torch.rand(32, generator=generator) + 0.5
+    q, sf = _requantize(recipe, gate, up, weights, device, clamp=clamp)
+    act = swiglu(gate, up, recipe.numerics, clamp) * weights[:, None]
+    expected_q, expected_sf = requantize(act, recipe)
+    # The sigmoid is approximate on a GPU: a value on a rounding boundary may fall to the neighbouring code.
+    different = (q.view(torch.uint8) != expected_q.view(torch.uint8)).float().mean().item()
+    assert different < (0.01 if device == "cuda" else 0.002), different
+    if clamp == 0.0:
+        assert_bytes_equal(q.view(torch.uint8) & 0x77 if q.dtype == torch.uint8 else q.view(torch.uint8) & 0x7F,
+                           torch.zeros_like(q.view(torch.uint8)), "a limit of zero leaves zeros")  # fmt: skip
+    del expected_sf, sf
+
+
+def test_token_factor_multiplies_the_accumulators_first(device: str) -> None:
+    recipe = RECIPES["nvfp4xnvfp4"]
+    generator = torch.Generator().manual_seed(12)
+    up = torch.randn(16, 128, generator=generator)
+    factor = torch.rand(16, generator=generator) + 0.1
+    gate = torch.full_like(up, 32.0) / factor[:, None]
+    gate = torch.where((gate * factor[:, None]).bfloat16() == 32, gate, torch.nan)
+    assert not gate.isnan().any()
+    weights = torch.full((16,), 1 / 32)
+    q, sf = _requantize(recipe, gate, up, weights, device, factor=factor.to(device))
+    act = swiglu(gate * factor[:, None], up * factor[:, None], recipe.numerics, None) * weights[:, None]
+    expected_q, expected_sf = requantize(act, recipe)
+    assert_bytes_equal(q, expected_q, "elements")
+    assert_bytes_equal(sf, expected_sf, "scales")
+
+
+def test_no_rows(device: str) -> None:
+    q, sf = requantize_accumulators(torch.empty(0, 256, device=device), torch.empty(0, device=device), RECIPES["fp8xfp4"])
+    assert q.shape == (0, 128)
+    assert sf.shape == (0, 4)
