@@ -24,9 +24,9 @@ class GemmConfig:
     """Tile of one expert GEMM.
 
     `block_m` permuted rows × `block_n` weight rows × `block_k` elements of the contraction axis per pipeline stage.
-    `mma` is how the numbers meet: `scaled` (`tl.dot_scaled`, native on Blackwell), `decoded` (E2M1 with UE4M3
-    scales decoded to BF16: Triton 3.6 has no `dot_scaled` for it on SM90) or `block` (FP8 MMA per K block, promoted to
-    fp32 with fp32 scales).
+    `mma` is how the numbers meet: `scaled` (`tl.dot_scaled`, native on Blackwell), `decoded` (block-scaled operands
+    decoded to BF16, for SM90, whose MMA knows no block scales) or `block` (FP8 MMA per K block, promoted to fp32 with
+    fp32 scales).
     """
 
     block_m: int
@@ -68,18 +68,20 @@ def _gemm_illegal_reason(gemm: GemmConfig, spec: LayerSpec, arch: int, *, is_dow
     if gemm.block_n % SCALE_ATOM_ROWS:
         return f"block_n={gemm.block_n} is not a multiple of {SCALE_ATOM_ROWS}"
     traits = spec.traits
-    mma = mma_of(spec, arch)
-    if gemm.mma not in (mma if arch != INTERPRETER else _mma_choices(spec)):
-        return f"mma={gemm.mma!r} does not serve {spec.recipe} on {arch_name(arch)}; allowed: {mma}"
+    allowed = _mma_choices(spec) if arch == INTERPRETER else (mma_of(spec, arch),)
+    if gemm.mma not in allowed:
+        return f"mma={gemm.mma!r} does not serve {spec.recipe} on {arch_name(arch)}; allowed: {', '.join(allowed)}"
     if gemm.mma == "block":
         group = traits.mid_group if is_down else traits.act_group
         if gemm.block_k != group:
             return f"block_k={gemm.block_k} must equal the activation scale group {group}: one promotion per block"
-    elif gemm.block_k % (4 * traits.act_group):
+    elif gemm.mma == "scaled" and gemm.block_k % (4 * traits.act_group):
         return f"block_k={gemm.block_k} is not a multiple of {4 * traits.act_group}: scales come four to a word"
+    elif gemm.block_k % traits.act_group:
+        return f"block_k={gemm.block_k} is not a multiple of the activation scale group {traits.act_group}"
     if arch == 100 and gemm.mma == "scaled" and gemm.block_m != 128:
         return f"block_m={gemm.block_m}: block-scaled tcgen05.mma has 128 rows"
-    if arch == 90 and gemm.mma != "decoded" and gemm.block_m < 64:
+    if arch == 90 and gemm.block_m < 64:
         return f"block_m={gemm.block_m}: wgmma has at least 64 rows"
     if arch in SHARED_MEMORY:
         needed = shared_memory_bytes(gemm, spec)
@@ -98,18 +100,14 @@ def shared_memory_bytes(gemm: GemmConfig, spec: LayerSpec) -> int:
 
 
 def _mma_choices(spec: LayerSpec) -> tuple[str, ...]:
-    if spec.traits.act_scale_format == "fp32":
-        return ("block",)
-    return ("scaled", "decoded") if spec.traits.act_scale_format == "ue4m3" else ("scaled",)
+    return ("block",) if spec.traits.act_scale_format == "fp32" else ("scaled", "decoded")
 
 
 def mma_of(spec: LayerSpec, arch: int) -> str:
     """How the recipe's numbers meet on `arch`; see `GemmConfig.mma`."""
     if spec.traits.act_scale_format == "fp32":
         return "block"
-    if spec.traits.act_scale_format == "ue4m3" and arch == 90:
-        return "decoded"
-    return "scaled"
+    return "decoded" if arch == 90 else "scaled"
 
 
 def arch_name(arch: int) -> str:
@@ -126,8 +124,10 @@ def choose_config(spec: LayerSpec, arch: int, num_tokens: int) -> LayerConfig:
     few_rows = num_tokens * spec.top_k <= 48 * spec.num_local_experts
     if mma == "block":
         gate_up_k, down_k = traits.act_group, traits.mid_group
+    elif mma == "decoded":
+        gate_up_k = down_k = 64  # more of it spills
     else:
-        gate_up_k = down_k = 4 * traits.act_group if traits.act == "e4m3" else 256 if arch == 100 else 128
+        gate_up_k = down_k = 256 if arch == 100 and traits.act == "e2m1" else 128
     if arch == INTERPRETER:
         tile = down = _Tile(32, 128, num_warps=4, num_stages=1)
     elif arch == 100:
@@ -138,10 +138,9 @@ def choose_config(spec: LayerSpec, arch: int, num_tokens: int) -> LayerConfig:
         tile = _Tile(64, 128, num_warps=4, num_stages=4)
         down = _Tile(64, 128, num_warps=8, num_stages=5) if few_rows else tile
     elif few_rows:
-        # dot_scaled decodes the weights once per warp group: more of them only decode more.
-        tile = down = _Tile(64, 128, num_warps=4, num_stages=3)
+        tile = down = _Tile(64, 128, num_warps=4, num_stages=4)
     else:
-        tile = down = _Tile(128, 256, num_warps=8, num_stages=3)
+        tile = down = _Tile(128, 256, num_warps=8, num_stages=4)
     return LayerConfig(tile.gemm(gate_up_k, mma), down.gemm(down_k, mma))
 
 

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from megamoe.kernels.layouts.scale_atoms import load_scale_atoms
-from megamoe.kernels.numerics import e2m1_to_f32
+from megamoe.kernels.numerics import e2m1_to_f32, ue8m0_to_f32
 
 
 @triton.jit
@@ -29,7 +29,7 @@ def scaled_loop(
     K: tl.constexpr, A_FORMAT: tl.constexpr, B_FORMAT: tl.constexpr, SCALE_FORMAT: tl.constexpr, GROUP: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Block-scaled MMA: native on SM100 and SM120, BF16 emulation on SM90, NumPy in the interpreter."""
+    """Block-scaled MMA: native on SM100 and SM120, NumPy in the interpreter."""
     A_PACK: tl.constexpr = 2 if A_FORMAT == "e2m1" else 1
     B_PACK: tl.constexpr = 2 if B_FORMAT == "e2m1" else 1
     EVEN_K: tl.constexpr = K % BLOCK_K == 0
@@ -39,18 +39,18 @@ def scaled_loop(
     b_rows = b_first + tl.arange(0, BLOCK_N)
     a_ptr = a + a_rows[:, None] * (K // A_PACK) + a_k[None, :]
     a_sf_ptr = a_sf + a_rows[:, None] * a_sf_stride + sf_k[None, :]
-    b_ptr = b + b_rows.to(tl.int64)[None, :] * (K // B_PACK) + b_k[:, None]
+    b_offset = b_rows[None, :] * (K // B_PACK) + b_k[:, None]
     b_live = b_rows[None, :] < n_rows
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for k0 in range(0, K, BLOCK_K):
         if EVEN_K:
             a_tile = tl.load(a_ptr, mask=a_live[:, None], other=0.0)
             a_scale = tl.load(a_sf_ptr, mask=a_live[:, None], other=0)
-            b_tile = tl.load(b_ptr, mask=b_live, other=0.0)
+            b_tile = tl.load(b + b_offset, mask=b_live, other=0.0)
         else:
             a_tile = tl.load(a_ptr, mask=a_live[:, None] & (k0 // A_PACK + a_k < K // A_PACK)[None, :], other=0.0)
             a_scale = tl.load(a_sf_ptr, mask=a_live[:, None] & (k0 // GROUP + sf_k < K // GROUP)[None, :], other=0)
-            b_tile = tl.load(b_ptr, mask=b_live & (k0 // B_PACK + b_k < K // B_PACK)[:, None], other=0.0)
+            b_tile = tl.load(b + b_offset, mask=b_live & (k0 // B_PACK + b_k < K // B_PACK)[:, None], other=0.0)
         b_scale = load_scale_atoms(b_sf, b_first, k0 // GROUP, n_rows, K // GROUP, BLOCK_N, BLOCK_K // GROUP)
         acc = tl.dot_scaled(
             a_tile, _scale_operand(a_scale, SCALE_FORMAT), A_FORMAT,
@@ -58,41 +58,76 @@ def scaled_loop(
         )  # fmt: skip
         a_ptr += BLOCK_K // A_PACK
         a_sf_ptr += BLOCK_K // GROUP
-        b_ptr += BLOCK_K // B_PACK
+        b += BLOCK_K // B_PACK
     return acc
 
 
 @triton.jit
-def _decode_nibbles(codes, scale, ROWS: tl.constexpr, PAIRS: tl.constexpr, GROUPS: tl.constexpr):
-    """E2M1 codes [ROWS, PAIRS] times the scales of their groups [ROWS, GROUPS], as BF16.
+def _pairs(ptr, FORMAT: tl.constexpr):
+    """Pointer to pairs of neighbouring columns: a byte of two E2M1 codes, 16 bits of two E4M3 numbers."""
+    if FORMAT == "e4m3":
+        return ptr.to(tl.pointer_type(tl.uint16))
+    else:
+        return ptr
 
-    Exact: a code has two significant bits and a UE4M3 scale four, their product fits BF16's eight.
+
+@triton.jit
+def _decode_even(pairs, FORMAT: tl.constexpr):
+    if FORMAT == "e4m3":
+        return (pairs & 0xFF).to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(tl.float32)
+    else:
+        return e2m1_to_f32(pairs & 0xF)
+
+
+@triton.jit
+def _decode_odd(pairs, FORMAT: tl.constexpr):
+    if FORMAT == "e4m3":
+        return (pairs >> 8).to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(tl.float32)
+    else:
+        return e2m1_to_f32(pairs >> 4)
+
+
+@triton.jit
+def _scaled_bf16(values, scale, ROWS: tl.constexpr, PAIRS: tl.constexpr, GROUPS: tl.constexpr):
+    """fp32 [ROWS, PAIRS] times the scales [ROWS, GROUPS] of its groups, as BF16.
+
+    Exact: E2M1 has two significant bits, E4M3 and UE4M3 four, UE8M0 one; no product here needs more than BF16's eight.
     """
-    values = e2m1_to_f32(codes).reshape(ROWS, GROUPS, PAIRS // GROUPS) * scale[:, :, None]
-    return values.reshape(ROWS, PAIRS).to(tl.bfloat16)
+    scaled = values.reshape(ROWS, GROUPS, PAIRS // GROUPS) * scale[:, :, None]
+    return scaled.reshape(ROWS, PAIRS).to(tl.bfloat16)
+
+
+@triton.jit
+def _decode_scale(scale, SCALE_FORMAT: tl.constexpr):
+    if SCALE_FORMAT == "ue4m3":
+        return scale.to(tl.float8e4nv, bitcast=True).to(tl.float32)
+    else:
+        return ue8m0_to_f32(scale)
 
 
 @triton.jit
 def decoded_loop(
     a, a_rows, a_live, a_sf, a_sf_stride: tl.constexpr,
     b, b_first, n_rows: tl.constexpr, b_sf,
-    K: tl.constexpr, GROUP: tl.constexpr,
+    K: tl.constexpr, A_FORMAT: tl.constexpr, B_FORMAT: tl.constexpr, SCALE_FORMAT: tl.constexpr, GROUP: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """NVFP4 × NVFP4 through BF16 MMA, decoded in registers, for SM90.
+    """Block-scaled operands through BF16 MMA, decoded in registers: the exact route where no scaled MMA exists (SM90).
 
-    Low and high nibbles (even and odd columns) go through two MMAs: the contraction does not care about the order
-    of K, and no nibble has to move to another thread.
+    Even and odd columns go through two MMAs: the contraction does not care about the order of K, no nibble has to move
+    to another thread, and only half a tile is decoded at a time, which is what keeps it out of local memory.
     """
     EVEN_K: tl.constexpr = K % BLOCK_K == 0
     PAIRS: tl.constexpr = BLOCK_K // 2
     GROUPS: tl.constexpr = BLOCK_K // GROUP
+    a = _pairs(a, A_FORMAT)
+    b = _pairs(b, B_FORMAT)
     k = tl.arange(0, PAIRS)
     sf_k = tl.arange(0, GROUPS)
     b_rows = b_first + tl.arange(0, BLOCK_N)
     a_ptr = a + a_rows[:, None] * (K // 2) + k[None, :]
     a_sf_ptr = a_sf + a_rows[:, None] * a_sf_stride + sf_k[None, :]
-    b_ptr = b + b_rows.to(tl.int64)[:, None] * (K // 2) + k[None, :]
+    b_offset = b_rows[:, None] * (K // 2) + k[None, :]
     b_live = (b_rows < n_rows)[:, None]
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for k0 in range(0, K, BLOCK_K):
@@ -104,19 +139,19 @@ def decoded_loop(
             b_mask = b_mask & (k0 // 2 + k < K // 2)[None, :]
             sf_mask = sf_mask & (k0 // GROUP + sf_k < K // GROUP)[None, :]
         a_tile = tl.load(a_ptr, mask=a_mask, other=0)
-        b_tile = tl.load(b_ptr, mask=b_mask, other=0)
-        a_scale = tl.load(a_sf_ptr, mask=sf_mask, other=0).to(tl.float8e4nv, bitcast=True).to(tl.float32)
+        b_tile = tl.load(b + b_offset, mask=b_mask, other=0)
+        a_scale = _decode_scale(tl.load(a_sf_ptr, mask=sf_mask, other=0), SCALE_FORMAT)
         b_scale = load_scale_atoms(b_sf, b_first, k0 // GROUP, n_rows, K // GROUP, BLOCK_N, GROUPS)
-        b_scale = b_scale.to(tl.float8e4nv, bitcast=True).to(tl.float32)
-        a_even = _decode_nibbles(a_tile & 0xF, a_scale, BLOCK_M, PAIRS, GROUPS)
-        b_even = _decode_nibbles(b_tile & 0xF, b_scale, BLOCK_N, PAIRS, GROUPS)
+        b_scale = _decode_scale(b_scale, SCALE_FORMAT)
+        a_even = _scaled_bf16(_decode_even(a_tile, A_FORMAT), a_scale, BLOCK_M, PAIRS, GROUPS)
+        b_even = _scaled_bf16(_decode_even(b_tile, B_FORMAT), b_scale, BLOCK_N, PAIRS, GROUPS)
         acc = tl.dot(a_even, tl.trans(b_even), acc)
-        a_odd = _decode_nibbles(a_tile >> 4, a_scale, BLOCK_M, PAIRS, GROUPS)
-        b_odd = _decode_nibbles(b_tile >> 4, b_scale, BLOCK_N, PAIRS, GROUPS)
+        a_odd = _scaled_bf16(_decode_odd(a_tile, A_FORMAT), a_scale, BLOCK_M, PAIRS, GROUPS)
+        b_odd = _scaled_bf16(_decode_odd(b_tile, B_FORMAT), b_scale, BLOCK_N, PAIRS, GROUPS)
         acc = tl.dot(a_odd, tl.trans(b_odd), acc)
         a_ptr += PAIRS
         a_sf_ptr += GROUPS
-        b_ptr += PAIRS
+        b += PAIRS
     return acc
 
 
@@ -174,8 +209,9 @@ def expert_tile(
         )
     elif MMA == "decoded":
         acc = decoded_loop(
-            a, a_rows, a_live, a_sf, a_sf_stride, b, b_first, n_rows, b_sf, K, GROUP, BLOCK_M, BLOCK_N, BLOCK_K
-        )
+            a, a_rows, a_live, a_sf, a_sf_stride, b, b_first, n_rows, b_sf,
+            K, A_FORMAT, B_FORMAT, SCALE_FORMAT, GROUP, BLOCK_M, BLOCK_N, BLOCK_K,
+        )  # fmt: skip
     else:
         acc = scaled_loop(
             a, a_rows, a_live, a_sf, a_sf_stride, b, b_first, n_rows, b_sf,

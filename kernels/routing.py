@@ -1,7 +1,8 @@
 """Routing plan: slots grouped by expert and a tile schedule, made on the device in one launch.
 
-A slot s = t·K + k is one routed (token, choice) pair. The plan lists the slots of expert 0, then of expert 1, …,
-each in ascending order, and cuts every expert's rows into tiles of `block_m`. Everything downstream walks the tiles.
+A slot s = t·K + k is one routed (token, choice) pair. The plan lists the slots of expert 0, then of expert
+1, …, each in ascending order, and cuts every expert's rows into tiles of `block_m`. Everything downstream
+walks the tiles.
 """
 
 from __future__ import annotations
@@ -12,25 +13,30 @@ import torch
 import triton
 import triton.language as tl
 
+from megamoe.codegen.job import CompileJob
+
 MAX_EXPERTS = 1024
 MAX_TOP_K = 32
 MAX_SLOTS = 2**30
 """Slots and their offsets are int32 in the plan and in the kernel."""
 
 _EXPERTS = tl.constexpr(3)  # per program: three counters and “before mine” fill the four bytes of a word
-_ROWS = tl.constexpr(32)  # id segments scanned side by side, one warp each
+_LANES = tl.constexpr(32)  # ids of one segment per step
+_SEGMENTS = tl.constexpr(32)  # stretches of the id list scanned side by side, one warp each
 _TILES = tl.constexpr(64)  # tile entries written at a time
-_LOAD_BYTES = 512  # of one segment per step: 16 bytes per lane
+# Left alone, ptxas halves the registers to fit two such programs on an SM, and spills.
+_OPTIONS = {"num_warps": 32, "maxnreg": 64}
 
 
 @dataclass(frozen=True)
 class RoutingPlan:
     """Device tensors, all int32, that `build_plan` overwrites.
 
-    sorted_slots [cap]: row r of the permuted order holds slot sorted_slots[r]; rows from expert_offsets[E] on are
-    not written. expert_offsets [E+1]: expert e owns rows expert_offsets[e]:expert_offsets[e+1]. tiles [cap_tiles, 4]:
-    (expert, first_row, num_rows, 0), experts ascending; num_rows == 0 is a hole; the first `max_tiles` entries for
-    the current number of slots are written. skipped [1]: ids that name no expert at all.
+    sorted_slots [cap]: row r of the permuted order holds slot sorted_slots[r]; rows from expert_offsets[E]
+    on are not written. expert_offsets [E+1]: expert e owns rows expert_offsets[e]:expert_offsets[e+1]. tiles
+    [cap_tiles, 4]: (expert, first_row, num_rows, 0), experts ascending; num_rows == 0 is a hole; the first
+    `max_tiles` entries for the current number of slots are written. skipped [1]: ids that name no expert at
+    all.
     """
 
     sorted_slots: torch.Tensor
@@ -71,18 +77,20 @@ def build_plan(
     expert_offset: int = 0,
     num_global_experts: int | None = None,
 ) -> None:
-    """Fill `plan` from `topk_ids` [T, K], int32 or int64, contiguous; one launch, no host sync, deterministic.
+    """Fill `plan` from `topk_ids` [T, K], int32 or int64, contiguous, in one launch without host sync.
 
-    This rank owns the experts [expert_offset, expert_offset + num_experts) of `num_global_experts` (None: it owns
-    all there are). Ids are global; the plan's experts are local, id - expert_offset. Experts of other ranks and -1
-    are left out silently; every other id is left out and counted in `plan.skipped`.
-    Raises `ValueError`/`TypeError` before the launch for arguments outside these limits or a plan too small.
+    This rank owns the experts [expert_offset, expert_offset + num_experts) of `num_global_experts` (None: it
+    owns all there are). Ids are global; the plan's experts are local, id - expert_offset. Experts of other
+    ranks and -1 are left out silently; every other id is left out and counted in `plan.skipped`. Equal ids
+    give an equal plan, bit for bit. Raises `ValueError`/`TypeError` before the launch for arguments outside
+    these limits or a plan too small.
     """
     if topk_ids.dtype not in (torch.int32, torch.int64):
         raise TypeError(f"topk_ids has dtype {topk_ids.dtype}; allowed: int32, int64")
     if topk_ids.dim() != 2 or not topk_ids.is_contiguous():
         raise ValueError(
-            f"topk_ids has shape {tuple(topk_ids.shape)}, strides {topk_ids.stride()}; it must be contiguous [T, K]"
+            f"topk_ids has shape {tuple(topk_ids.shape)} and strides {topk_ids.stride()}; "
+            f"it must be [T, K], contiguous"
         )
     num_slots, top_k = topk_ids.numel(), topk_ids.shape[1]
     _check_sizes(num_slots, top_k, num_experts, block_m)
@@ -106,7 +114,7 @@ def build_plan(
     if plan.tiles.device != topk_ids.device:
         raise ValueError(f"plan is on {plan.tiles.device}, topk_ids on {topk_ids.device}")
     with torch.cuda.device_of(topk_ids):
-        _build_plan_kernel[(triton.cdiv(num_experts, _EXPERTS.value) + 1,)](
+        build_plan_kernel[(triton.cdiv(num_experts, _EXPERTS.value) + 1,)](
             topk_ids,
             plan.sorted_slots,
             plan.expert_offsets,
@@ -118,8 +126,7 @@ def build_plan(
             expert_offset,
             num_global_experts,
             BLOCK_M=block_m,
-            COLUMNS=_LOAD_BYTES // topk_ids.element_size(),
-            num_warps=_ROWS.value,
+            **_OPTIONS,
         )
 
 
@@ -135,18 +142,21 @@ def _check_sizes(num_slots: int, top_k: int, num_experts: int, block_m: int) -> 
 
 
 @triton.jit
-def _load_ids(ids_ptr, num_slots, segment, step, COLUMNS: tl.constexpr):
-    """(ids, slots) [ROWS, COLUMNS]: step `step` of every segment; beyond the end, -1."""
-    rows = tl.arange(0, _ROWS)[:, None] * segment
-    slots = rows + step * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+def _load_ids(ids_ptr, num_slots, segment, step):
+    """(ids, slots) [SEGMENTS, LANES]: step `step` of every segment; beyond the end of the list, -1."""
+    slots = tl.arange(0, _SEGMENTS)[:, None] * segment + (step * _LANES + tl.arange(0, _LANES)[None, :])
     return tl.load(ids_ptr + slots, mask=slots < num_slots, other=-1), slots
 
 
 @triton.jit
-def _local_experts(ids, expert_offset, num_experts):
-    """Local expert of each id as int32, -1 where it is not ours. Compares before subtracting: no id can wrap."""
-    ours = (ids >= expert_offset) & (ids < expert_offset + num_experts)
-    return tl.where(ours, ids - expert_offset, -1).to(tl.int32)
+def _relative(ids, expert_offset, first, num_experts):
+    """Expert of each id counted from `first`, int32: 0, 1, 2 are mine, negatives come before, 3 is any other.
+
+    Compares before it subtracts, so that no id can wrap.
+    """
+    last = tl.minimum(first + _EXPERTS, num_experts)
+    mine_or_before = (ids >= expert_offset) & (ids < expert_offset + last)
+    return tl.where(mine_or_before, ids - (expert_offset + first), _EXPERTS).to(tl.int32)
 
 
 @triton.jit
@@ -167,16 +177,16 @@ def _write_tiles(tiles_ptr, expert, first_row, end_row, start, end, BLOCK_M: tl.
 
 
 @triton.jit
-def _count_skipped(ids_ptr, skipped_ptr, num_slots, segment, num_steps, num_global, COLUMNS: tl.constexpr):
-    count = tl.zeros([_ROWS, COLUMNS], tl.int32)
-    for step in range(num_steps):
-        ids, _ = _load_ids(ids_ptr, num_slots, segment, step, COLUMNS)
+def _count_skipped(ids_ptr, skipped_ptr, num_slots, segment, num_global):
+    count = tl.zeros([_SEGMENTS, _LANES], tl.int32)
+    for step in tl.range(segment // _LANES, loop_unroll_factor=4):
+        ids, _ = _load_ids(ids_ptr, num_slots, segment, step)
         count += ((ids < -1) | (ids >= num_global)).to(tl.int32)
     tl.store(skipped_ptr, tl.sum(tl.sum(count, axis=1), axis=0))
 
 
-@triton.jit(do_not_specialize=["num_slots", "num_tiles"])
-def _build_plan_kernel(
+@triton.jit(do_not_specialize=["num_slots", "num_tiles"], do_not_specialize_on_alignment=["ids_ptr"])
+def build_plan_kernel(
     ids_ptr,
     sorted_slots_ptr,
     expert_offsets_ptr,
@@ -188,44 +198,43 @@ def _build_plan_kernel(
     expert_offset,
     num_global,
     BLOCK_M: tl.constexpr,
-    COLUMNS: tl.constexpr,
 ):
-    """Contract: `build_plan`. Grid: ceil(E / 3) programs of three experts each, and one that counts skipped ids.
+    """Contract: `build_plan`. Grid: ceil(E / 3) programs of three experts, and one that counts skipped ids.
 
-    Schedule. Every program reads all ids (they stay in L2) and talks to no other. The ids are cut into 32 segments,
-    one per warp, read COLUMNS at a time. Pass 1 counts, per segment, the ids of my three experts and of all experts
-    before them, in four bytes of one word per lane. An exclusive sum over segments turns the counts into the first
-    row of each (segment, expert). Pass 2 reads again and writes each slot at that row plus its rank among the
-    equal ids before it in its segment: slots ascend within an expert because segments, steps and columns do.
-    The cost does not depend on how ids are distributed, and hardly on how many experts there are.
+    Schedule. Every program reads all ids (they stay in L2) and talks to no other. The ids are cut into 32
+    segments, one per warp, read 32 at a time. Pass 1 counts, per segment, the ids of my three experts and of
+    all experts before them, in four bytes of one word per lane. An exclusive sum over segments turns the
+    counts into the first row of each (segment, expert). Pass 2 reads again and writes each slot at that row
+    plus its rank among the equal ids before it in its segment: slots ascend within an expert because
+    segments, steps and lanes do. The cost does not depend on how ids are distributed, and hardly on how many
+    experts there are.
 
     Tile list. With b rows before expert e and c of its own, its entries are start(e) … start(e+1)-1, where
-    start(e) = floor(b / M) + min(e, b), which e's program knows alone. They suffice, i.e.
-    ceil(c / M) <= start(e+1) - start(e): for c = 0 both terms grow or stay as b does; for c > 0 the first term grows
-    by at least floor(c / M) >= ceil(c / M) - 1, and the second by at least 1, since b + c >= b + 1 and e + 1 both
-    exceed min(e, b). start is monotone with start(0) = 0 and start(E) <= floor(N / M) + min(E, N) = num_tiles for
-    N slots; the last expert fills up to num_tiles. So every entry is written exactly once.
+    start(e) = floor(b / M) + min(e, b), which e's program knows alone. They suffice, i.e. ceil(c / M) <=
+    start(e+1) - start(e): for c = 0 both terms grow or stay as b does; for c > 0 the first term grows by at
+    least floor(c / M) >= ceil(c / M) - 1, and the second by at least 1, since b + c >= b + 1 and e + 1 both
+    exceed min(e, b). start is monotone with start(0) = 0 and start(E) <= floor(N / M) + min(E, N) =
+    num_tiles for N slots; the last expert fills up to num_tiles. So every entry is written exactly once.
     """
-    segment = tl.cdiv(num_slots, _ROWS * COLUMNS) * COLUMNS
-    num_steps = segment // COLUMNS
+    segment = tl.cdiv(num_slots, _SEGMENTS * _LANES) * _LANES
+    num_steps = segment // _LANES
     program = tl.program_id(0)
     if program == tl.num_programs(0) - 1:
-        _count_skipped(ids_ptr, skipped_ptr, num_slots, segment, num_steps, num_global, COLUMNS)
+        _count_skipped(ids_ptr, skipped_ptr, num_slots, segment, num_global)
     else:
         first = program * _EXPERTS
 
         # Counts of (mine 0, mine 2) and (mine 1, before mine) per segment, as two 32-bit halves.
-        even = tl.zeros([_ROWS], tl.int64)
-        odd = tl.zeros([_ROWS], tl.int64)
+        even = tl.zeros([_SEGMENTS], tl.int64)
+        odd = tl.zeros([_SEGMENTS], tl.int64)
         for chunk in range(0, num_steps, 255):  # a byte counts to 255
-            counts = tl.zeros([_ROWS, COLUMNS], tl.int32)
-            for step in range(chunk, tl.minimum(chunk + 255, num_steps)):
-                ids, _ = _load_ids(ids_ptr, num_slots, segment, step, COLUMNS)
-                local = _local_experts(ids, expert_offset, num_experts)
-                mine = local - first
-                field = tl.where(mine >= 0, mine, _EXPERTS)
-                counts += tl.where((local >= 0) & (mine < _EXPERTS), 1, 0) << ((field & 3) * 8)
-            # 255 · COLUMNS < 2^16: two bytes at a time sum in halves of a word.
+            counts = tl.zeros([_SEGMENTS, _LANES], tl.int32)
+            for step in tl.range(chunk, tl.minimum(chunk + 255, num_steps), loop_unroll_factor=4):
+                ids, _ = _load_ids(ids_ptr, num_slots, segment, step)
+                mine = _relative(ids, expert_offset, first, num_experts)
+                field = tl.where(mine >= 0, mine, 3)
+                counts += (mine < _EXPERTS).to(tl.int32) << (field * 8)
+            # 255 · LANES < 2^16: two bytes at a time sum in halves of a word.
             low = tl.sum(counts & 0x00FF00FF, axis=1)
             high = tl.sum((counts >> 8) & 0x00FF00FF, axis=1)
             even += (low & 0xFFFF).to(tl.int64) + ((low >> 16).to(tl.int64) << 32)
@@ -243,19 +252,26 @@ def _build_plan_kernel(
         next_1 = begin_1 + odd.to(tl.int32)
         next_2 = begin_2 + (even >> 32).to(tl.int32)
 
+        ids, slots = _load_ids(ids_ptr, num_slots, segment, 0)
         for step in range(num_steps):
-            ids, slots = _load_ids(ids_ptr, num_slots, segment, step, COLUMNS)
-            mine = _local_experts(ids, expert_offset, num_experts) - first
+            # Ask for the next ids before the stores: the compiler can't move a load above them.
+            next_ids, next_slots = _load_ids(ids_ptr, num_slots, segment, step + 1)
+            mine = _relative(ids, expert_offset, first, num_experts)
             hit = (mine >= 0) & (mine < _EXPERTS)
             shift = tl.where(hit, mine, 0) * 8
             one = hit.to(tl.int32) << shift
-            rank = ((tl.cumsum(one, axis=1) >> shift) & 0xFF) - 1  # COLUMNS <= 128 ids fit in a byte
+            rank = ((tl.cumsum(one, axis=1) >> shift) & 0xFF) - 1  # a byte counts to LANES
             row = tl.where(mine == 0, next_0[:, None], tl.where(mine == 1, next_1[:, None], next_2[:, None]))
-            tl.store(sorted_slots_ptr + row + rank, slots, mask=hit)
+            # Scattered addresses have no contiguous axis by which the compiler could choose a 2-D layout; in
+            # 1-D there is only this one, so that nothing moves between threads.
+            flat: tl.constexpr = [_SEGMENTS * _LANES]
+            target = sorted_slots_ptr + tl.reshape(row + rank, flat)
+            tl.store(target, tl.reshape(slots, flat), mask=tl.reshape(hit, flat))
             taken = tl.sum(one, axis=1)
             next_0 += taken & 0xFF
             next_1 += (taken >> 8) & 0xFF
             next_2 += (taken >> 16) & 0xFF
+            ids, slots = next_ids, next_slots
 
         for i in tl.static_range(_EXPERTS):
             expert = first + i
@@ -270,3 +286,26 @@ def _build_plan_kernel(
                 _write_tiles(
                     tiles_ptr, expert, begin, stop, _tile_start(begin, expert, BLOCK_M), last_tile, BLOCK_M
                 )
+
+
+def compile_jobs(arch: int) -> list[CompileJob]:
+    """Both id types; the kernel is the same on every architecture."""
+    outputs = ("sorted_slots_ptr", "expert_offsets_ptr", "tiles_ptr", "skipped_ptr")
+    sizes = ("num_slots", "num_tiles", "num_experts", "expert_offset", "num_global")
+    return [
+        CompileJob(
+            name=f"routing/int{bits}",
+            kernel="routing",
+            recipe=f"int{bits} ids",
+            fn=build_plan_kernel,
+            signature={
+                "ids_ptr": f"*i{bits}",
+                **dict.fromkeys(outputs, "*i32"),
+                **dict.fromkeys(sizes, "i32"),
+            },
+            constexprs={"BLOCK_M": 64},
+            options=_OPTIONS,
+            divisible_by_16=frozenset(outputs),
+        )
+        for bits in (32, 64)
+    ]

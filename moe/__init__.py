@@ -1,7 +1,7 @@
 """megamoe: Mixture-of-Experts layers in FP8, MXFP4 and NVFP4, as Triton kernels.
 
-Importing this package loads neither torch nor triton nor a kernel; each public name loads what it needs when it is
-first used.
+Importing this package loads neither torch nor triton nor a kernel; each public name loads what it needs when
+it is first used.
 """
 
 from importlib import import_module

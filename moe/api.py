@@ -1,14 +1,14 @@
 """The plain-tensor API: `mega_moe` per call, `prepare_weights` + `MegaMoE` for serving.
 
-Contract: y[t] = Σ_k w[t,k] · down(swiglu(gate_up(x[t]))) over the chosen experts, plus the shared experts with weight
-1, each product in the numbers that the recipe fixes (`megamoe.recipe`) and rounded where its numerics say. The
+Contract: y[t] = Σ_k down(w[t,k] · swiglu(gate_up(x[t]))) over the chosen experts, plus the shared experts
+with weight 1, in the numbers that the recipe fixes (`megamoe.recipe`), rounded where its numerics say. The
 backend decides where that runs, never what comes out.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 import torch
 
@@ -59,31 +59,31 @@ def mega_moe(
 ) -> torch.Tensor:
     """One MoE layer on plain tensors. Prepares the weights anew at every call: use `MegaMoE` for serving.
 
-    hidden_states BF16 [T, H], rows may be strided; topk_ids int32 or int64 [T, K], −1 skips a slot and any other id
-    outside [0, E) is skipped too (`check_ids=True` raises instead); topk_weights float32 [T, K].
+    hidden_states BF16 [T, H], rows may be strided; topk_ids int32 or int64 [T, K], −1 skips a slot and any
+    other id outside [0, E) is skipped too (`check_ids=True` raises instead); topk_weights float32 [T, K].
 
-    Weights, row-major on the same device; g is the recipe's scale group:
+    Weights, contiguous, all on one device with the tokens:
 
-    | `mma_type` | w13 (I gate rows, then I up rows) | w13_scale | w2 | w2_scale |
+    | `mma_type` | w13, gate rows then up rows | w13_scale | w2 | w2_scale |
     |---|---|---|---|---|
-    | `fp8xfp4`, `mxf4xmxf4` | uint8/int8 [E, 2I, H/2] | UE8M0 bytes [E, 2I, H/32] | [E, H, I/2] | [E, H, I/32] |
-    | `nvfp4xnvfp4` | uint8/int8 [E, 2I, H/2] | UE4M3 bytes [E, 2I, H/16] | [E, H, I/2] | [E, H, I/16] |
+    | `fp8xfp4`, `mxf4xmxf4` | uint8/int8 [E, 2I, H/2] | UE8M0 [E, 2I, H/32] | [E, H, I/2] | [E, H, I/32] |
+    | `nvfp4xnvfp4` | uint8/int8 [E, 2I, H/2] | UE4M3 [E, 2I, H/16] | [E, H, I/2] | [E, H, I/16] |
     | `fp8xfp8` | float8_e4m3fn [E, 2I, H] | float32 [E, 2I/128, H/128] | [E, H, I] | [E, H/128, I/128] |
 
     UE8M0 scales are uint8 or float8_e8m0fnu, UE4M3 scales uint8 or float8_e4m3fn. `act_scale=None` and
-    `numerics=None` mean the first legal row of the recipe table for `mma_type`; `numerics="deep_gemm"` its DeepGEMM
-    row.
+    `numerics=None` mean the first legal row of the recipe table for `mma_type`; `numerics="deep_gemm"` its
+    DeepGEMM row.
 
-    shared_*: S shared experts as one dense MLP, [2·I·S, H] and [H, I·S], all four or none; their dtype decides their
-    format (beside `fp8xfp4` E4M3 with UE8M0/32 scales or MXFP4, elsewhere the routed format).
+    shared_*: S shared experts as one dense MLP, [2·I·S, H] and [H, I·S], all four or none; their dtype
+    decides their format (beside `fp8xfp4` E4M3 with UE8M0/32 scales or MXFP4, elsewhere the routed format).
     expert_scales: float32 [E], multiplied into the top-k weights of each expert's slots.
     routed_scaling_factor: multiplied into every top-k weight; shared experts keep weight 1.
     activation_clamp: c in gate = min(gate, c), up = clamp(up, −c, c); None or inf: no clamp.
     output: BF16 [T, H] to write into; allocated when None. T = 0 is allowed.
     moe_backend: "triton", "reference" or "auto" (triton where it can run, else reference).
 
-    Raises `TypeError`/`ValueError` naming the argument, or `UnsupportedError` (a `NotImplementedError`) with the
-    backend's reason for what is legal but not served; nothing is launched or written then.
+    Raises `TypeError`/`ValueError` naming the argument, or `UnsupportedError` (a `NotImplementedError`) with
+    the backend's reason for what is legal but not served; nothing is launched or written then.
     """
     recipe = resolve_recipe(mma_type, act_scale, numerics)
     clamp = validation.check_activation(activation, activation_clamp)
@@ -96,11 +96,11 @@ def mega_moe(
     dims = validation.read_dims(weights, recipe)
     options = _options_in_use(
         dims.num_experts,
-        tensors=dict(
-            w13_bias=w13_bias, w2_bias=w2_bias, l1_alphas=l1_alphas, l2_alphas=l2_alphas,
-            l2_act_scales=l2_act_scales, x_gsf=x_gsf, expert_map=expert_map,
-            activation_alpha=activation_alpha, activation_beta=activation_beta,
-        ),
+        arguments={
+            "w13_bias": w13_bias, "w2_bias": w2_bias, "l1_alphas": l1_alphas, "l2_alphas": l2_alphas,
+            "l2_act_scales": l2_act_scales, "x_gsf": x_gsf, "expert_map": expert_map,
+            "activation_alpha": activation_alpha, "activation_beta": activation_beta,
+        },
         activation=activation,
         w13_layout=w13_layout,
         local_expert_offset=local_expert_offset,
@@ -155,12 +155,12 @@ def prepare_weights(
 class MegaMoE:
     """A layer ready to serve: prepared weights and every buffer of a call, allocated once.
 
-    weights: what `prepare_weights` returned; it fixes the device. max_tokens: most tokens of one call. top_k: K,
-    1…32. The other arguments are `mega_moe`'s.
+    weights: what `prepare_weights` returned; it fixes the device. max_tokens: most tokens of one call. top_k:
+    K, 1…32. The other arguments are `mega_moe`'s.
 
-    Calls launch on the current stream, wait for nothing and, after `warmup`, allocate nothing but an output that was
-    not given, so they can be captured in a CUDA graph. One object serves one stream at a time: its calls share one
-    workspace.
+    Calls launch on the current stream, wait for nothing and, after `warmup`, allocate nothing but an output
+    that was not given, so they can be captured in a CUDA graph. One object serves one stream at a time: its
+    calls share one workspace.
     """
 
     def __init__(
@@ -263,7 +263,9 @@ class _Call:
         validation.check_hidden_states(hidden_states, hidden, self.device)
         num_tokens = hidden_states.shape[0]
         if max_tokens is not None and num_tokens > max_tokens:
-            raise ValueError(f"hidden_states has {num_tokens} tokens; allowed: at most max_tokens = {max_tokens}")
+            raise ValueError(
+                f"hidden_states has {num_tokens} tokens; allowed: at most max_tokens = {max_tokens}"
+            )
         validation.check_routing(topk_ids, topk_weights, num_tokens, self.spec.top_k, self.device)
         if output is None:
             return torch.empty(num_tokens, hidden, dtype=torch.bfloat16, device=self.device)
@@ -313,13 +315,13 @@ def _options_in_use(
     experts_in_w13: int,
     *,
     activation: str,
-    tensors: dict[str, object] | None = None,
+    arguments: dict[str, object] | None = None,
     w13_layout: str = "gate_up",
     local_expert_offset: int = 0,
     num_experts: int | None = None,
 ) -> tuple[str, ...]:
     """The `LayerRequest.options` of a call."""
-    options = [name for name, value in (tensors or {}).items() if value is not None]
+    options = [name for name, value in (arguments or {}).items() if value is not None]
     if activation != "swiglu":
         options.append(f"activation={activation!r}")
     if w13_layout != "gate_up":
@@ -333,13 +335,11 @@ def _options_in_use(
 
 def _as_bytes(weights: PlainWeights, recipe: Recipe) -> PlainWeights:
     """The same weights with packed elements and scale bytes as uint8, whatever label they came with."""
-    bytes_of = {torch.int8, torch.float8_e8m0fnu}
-
-    def raw(name: str) -> torch.Tensor | None:
-        tensor = getattr(weights, name)
-        if tensor is None:
-            return None
-        ue4m3 = name.endswith("_scale") and tensor.dtype == torch.float8_e4m3fn
-        return tensor.view(torch.uint8) if ue4m3 or tensor.dtype in bytes_of else tensor
-
-    return PlainWeights(**{field.name: raw(field.name) for field in fields(weights)})
+    labels = {torch.int8, torch.float8_e8m0fnu}
+    raw: dict[str, torch.Tensor] = {}
+    for field in fields(weights):
+        tensor = getattr(weights, field.name)
+        is_ue4m3 = field.name.endswith("_scale") and traits(recipe).weight_scale_format == "ue4m3"
+        if tensor is not None and (is_ue4m3 or tensor.dtype in labels):
+            raw[field.name] = tensor.view(torch.uint8)
+    return replace(weights, **raw)

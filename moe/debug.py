@@ -1,7 +1,7 @@
 """Debug mode: names the token behind an illegal expert id, and the first stage, token and expert with a NaN.
 
-On with `MEGAMOE_DEBUG=1`, read at every call; `check_ids=True` asks for the id check alone. Both read results back
-from the GPU, which a CUDA graph cannot record, so both refuse to run under capture.
+On with `MEGAMOE_DEBUG=1`, read at every call; `check_ids=True` asks for the id check alone. Both read results
+back from the GPU, which a CUDA graph cannot record, so both refuse to run under capture.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ NO_EXPERT = -1
 class Stage:
     """Which rows of one step of the layer hold a NaN.
 
-    `nan` bool [n] flags them, `token` int64 [n] names each row's token and `expert` int64 [n] the expert that made it
-    (`NO_EXPERT` where none did: before routing, and in the shared experts, as `name` says).
+    `nan` bool [n] flags them, `token` int64 [n] names each row's token and `expert` int64 [n] the expert that
+    made it (`NO_EXPERT` where none did: before routing, and in the shared experts, as `name` says).
     """
 
     name: str
@@ -45,7 +45,7 @@ def refuse_capture(device: torch.device) -> None:
 
 
 def check_ids(topk_ids: torch.Tensor, num_experts: int) -> None:
-    """Raise `ValueError` naming token, slot and id of the first id [T, K] that is neither -1 nor in [0, E)."""
+    """Raise `ValueError` naming token, slot and id of the first id [T, K] neither -1 nor in [0, E)."""
     illegal = (topk_ids < -1) | (topk_ids >= num_experts)
     where = illegal.nonzero()
     if len(where):
@@ -89,18 +89,48 @@ def raise_on_nan(stages: Iterable[Stage]) -> None:
             expert = int(stage.expert[row])
             by = "" if expert == NO_EXPERT else f", expert {expert}"
             raise FloatingPointError(
-                f"first NaN in stage {stage.name}: token {int(stage.token[row])}{by}; {len(rows)} rows of it in all"
+                f"first NaN in stage {stage.name}: token {int(stage.token[row])}{by}; {len(rows)} rows in all"
             )
 
 
-def quantized_rows_with_nan(q: torch.Tensor, sf: torch.Tensor, scale_format: str | None) -> torch.Tensor:
-    """Rows of a quantized tensor that dequantize to a NaN: q E4M3 [n, C] or packed E2M1 [n, C/2], sf [n, groups].
+def quantized_stage(
+    name: str,
+    q: torch.Tensor,
+    sf: torch.Tensor,
+    scale_format: str | None,
+    group: int,
+    token: torch.Tensor,
+    expert: torch.Tensor | None = None,
+) -> Stage:
+    """The rows of a quantized tensor that dequantize to a NaN.
 
-    E2M1 has no NaN; E4M3 has one per sign (0x7F), UE4M3 likewise, UE8M0 has 0xFF.
+    q: E4M3 [n, C] or packed E2M1 [n, C/2]; sf: one scale per `group` columns in its first columns, padding
+    after them. E2M1 has no NaN; E4M3 and UE4M3 have 0x7F, UE8M0 has 0xFF.
     """
-    nan = torch.zeros(len(q), dtype=torch.bool, device=q.device)
     if q.dtype == torch.float8_e4m3fn:
-        nan |= ((q.view(torch.uint8) & 0x7F) == 0x7F).any(-1)
+        columns = q.shape[1]
+        nan = ((q.view(torch.uint8) & 0x7F) == 0x7F).any(-1)
+    else:
+        columns = 2 * q.shape[1]
+        nan = torch.zeros(len(q), dtype=torch.bool, device=q.device)
+    sf = sf[:, : -(-columns // group)]
     if scale_format == "fp32":
-        return nan | sf.isnan().any(-1)
-    return nan | (sf == 0xFF if scale_format == "ue8m0" else (sf & 0x7F) == 0x7F).any(-1)
+        nan |= sf.isnan().any(-1)
+    else:
+        nan |= (sf == 0xFF if scale_format == "ue8m0" else (sf & 0x7F) == 0x7F).any(-1)
+    return Stage(name, nan, token, torch.full_like(token, NO_EXPERT) if expert is None else expert)
+
+
+def row_stages(rows: torch.Tensor, topk_ids: torch.Tensor, num_experts: int) -> list[Stage]:
+    """GEMM 2's rows BF16 [T, K (+1), H], the shared one last; what no expert serves holds anything."""
+    num_tokens, top_k = topk_ids.shape
+    ids = topk_ids.long()
+    routed = (ids >= 0) & (ids < num_experts)
+    nan = rows.isnan().any(-1)
+    token = torch.arange(num_tokens, device=rows.device)
+    stages = [
+        Stage("down", (nan[:, :top_k] & routed).flatten(), token.repeat_interleave(top_k), ids.flatten())
+    ]
+    if rows.shape[1] > top_k:
+        stages.append(Stage("shared down", nan[:, top_k], token, torch.full_like(token, NO_EXPERT)))
+    return stages

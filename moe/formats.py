@@ -1,7 +1,8 @@
-"""Encode and decode of the number formats that cross a byte boundary: E2M1, E4M3, UE8M0 and UE4M3, in plain torch.
+"""Encode and decode of the number formats that cross a byte boundary, in plain torch.
 
-Every function is elementwise, keeps the shape and device of its argument and never synchronises. Rounding rules are
-those of the DeepGEMM MegaMoE contract (`sgl-deep-gemm` 0.1.7) and of the PTX `cvt` instructions it is built from.
+Every function is elementwise, keeps the shape and device of its argument and never synchronises. Rounding
+rules are those of the DeepGEMM MegaMoE contract (`sgl-deep-gemm` 0.1.7) and of the PTX `cvt` instructions it is
+built from.
 
 =======  ====  ======================================================================================
 format   bits  value
@@ -16,6 +17,7 @@ UE4M3    8     E4M3 of a non-negative number: bit 7 is 0
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 from typing import Literal
 
 import torch
@@ -26,7 +28,7 @@ E4M3_MAX = 448.0
 
 Ties = Literal["even", "toward_zero"]
 
-_E2M1_MIDPOINTS = tuple((low + high) / 2 for low, high in zip(E2M1_VALUES, E2M1_VALUES[1:]))
+_E2M1_MIDPOINTS = tuple((low + high) / 2 for low, high in pairwise(E2M1_VALUES))
 _SIGN_CODE = 8
 _FP32_MANTISSA_BITS = 23
 _FP32_MANTISSA = (1 << _FP32_MANTISSA_BITS) - 1
@@ -42,18 +44,18 @@ def decode_e2m1(codes: torch.Tensor) -> torch.Tensor:
 def encode_e2m1(x: torch.Tensor, ties: Ties) -> torch.Tensor:
     """E2M1 code (uint8, 0…15) nearest to each fp32 element; magnitudes above 6 and ±Inf become ±6.
 
-    `ties="even"` is the hardware's `cvt.rn.satfinite.e2m1x2` (also DeepGEMM's fused requantizer): ties go to the
-    even code, the sign of a zero or of a negative that rounds to zero is kept (code 8), NaN becomes +6 (code 7).
-    `ties="toward_zero"` is DeepGEMM's pre-dispatch: the code counts the midpoints strictly below |x|, so ties go to
-    the smaller magnitude, −0 is never produced, and NaN becomes 0.
+    `ties="even"` is the hardware's `cvt.rn.satfinite.e2m1x2` (also DeepGEMM's fused requantizer): ties go to
+    the even code, the sign of a zero or of a negative that rounds to zero is kept (code 8), NaN becomes +6
+    (code 7). `ties="toward_zero"` is DeepGEMM's pre-dispatch: the code counts the midpoints strictly below |x|,
+    so ties go to the smaller magnitude, −0 is never produced, and NaN becomes 0.
     """
     _require("x", x, torch.float32)
     if ties not in ("even", "toward_zero"):
         raise ValueError(f"ties={ties!r} is unknown; allowed: 'even', 'toward_zero'")
     midpoints = list(_E2M1_MIDPOINTS)
     if ties == "even":
-        # A midpoint whose lower neighbour has an odd code must round up: move it just below itself in fp32, so that
-        # "strictly below" admits it too.
+        # A midpoint whose lower neighbour has an odd code must round up: move it just below itself in fp32, so
+        # that "strictly below" admits it too.
         midpoints[1::2] = [_fp32_before(midpoint) for midpoint in midpoints[1::2]]
     magnitude = x.abs().contiguous()
     code = torch.bucketize(magnitude, torch.tensor(midpoints, device=x.device), out_int32=True)
@@ -65,7 +67,7 @@ def encode_e2m1(x: torch.Tensor, ties: Ties) -> torch.Tensor:
 
 
 def pack_e2m1(codes: torch.Tensor) -> torch.Tensor:
-    """Two E2M1 codes to a byte: uint8 codes `[..., N]` (0…15, N even) to uint8 `[..., N/2]`, low nibble = even column."""
+    """uint8 codes `[..., N]` (0…15, N even) to bytes `[..., N/2]`; the low nibble holds the even column."""
     _require("codes", codes, torch.uint8)
     if codes.ndim == 0 or codes.shape[-1] % 2:
         raise ValueError(f"codes has shape {tuple(codes.shape)}; its last dimension must exist and be even")
@@ -82,8 +84,8 @@ def unpack_e2m1(packed: torch.Tensor) -> torch.Tensor:
 def encode_e4m3(x: torch.Tensor) -> torch.Tensor:
     """fp32 to `float8_e4m3fn` as `cvt.rn.satfinite.e4m3x2` does it.
 
-    Nearest, ties to even, −0 kept; magnitudes above 448 and ±Inf become ±448 (a plain torch cast makes those NaN);
-    NaN of either sign becomes 0x7F.
+    Nearest, ties to even, −0 kept; magnitudes above 448 and ±Inf become ±448 (a plain torch cast makes those
+    NaN); NaN of either sign becomes 0x7F.
     """
     _require("x", x, torch.float32)
     code = x.clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn).view(torch.uint8)
@@ -111,11 +113,11 @@ def decode_ue4m3(codes: torch.Tensor) -> torch.Tensor:
 
 
 def ue8m0_ceil(raw: torch.Tensor, lo: int, hi: int) -> torch.Tensor:
-    """UE8M0 byte (uint8) of the smallest power of two ≥ `raw`, from the bits of non-negative fp32, within [lo, hi].
+    """UE8M0 byte (uint8) within [lo, hi] of the smallest power of two ≥ `raw` (fp32, non-negative).
 
-    The byte is the biased exponent field, plus one if the mantissa is not zero, then clamped. Hence 0 gives 0, every
-    subnormal gives 1 (also 2^−127, which byte 0 could hold), and NaN gives `hi`. DeepGEMM's pre-dispatch clamps to
-    [1, 254]; its fused requantizer lets 0 through.
+    The byte is the biased exponent field, plus one if the mantissa is not zero, then clamped. Hence 0 gives 0,
+    every subnormal gives 1 (also 2^−127, which byte 0 could hold), and NaN gives `hi`. DeepGEMM's pre-dispatch
+    clamps to [1, 254]; its fused requantizer lets 0 through.
     """
     _require("raw", raw, torch.float32)
     if not 0 <= lo <= hi <= 255:
@@ -127,7 +129,7 @@ def ue8m0_ceil(raw: torch.Tensor, lo: int, hi: int) -> torch.Tensor:
 
 
 def decode_ue8m0(codes: torch.Tensor) -> torch.Tensor:
-    """fp32 value of UE8M0 bytes (uint8): 2^(byte − 127), exactly; byte 0 is the subnormal 2^−127, byte 255 is NaN."""
+    """Exact fp32 value 2^(byte − 127) of UE8M0 bytes (uint8): byte 0 is the subnormal 2^−127, byte 255 NaN."""
     _require("codes", codes, torch.uint8)
     bits = codes.int() << _FP32_MANTISSA_BITS
     bits = torch.where(codes == 0, 1 << (_FP32_MANTISSA_BITS - 1), bits)
@@ -135,10 +137,10 @@ def decode_ue8m0(codes: torch.Tensor) -> torch.Tensor:
 
 
 def ue8m0_inverse(codes: torch.Tensor) -> torch.Tensor:
-    """The fp32 factor 2^(127 − byte) that quantizers multiply by, as the contract forms it: bits (254 − byte) << 23.
+    """The fp32 factor 2^(127 − byte) that quantizers multiply by, formed as (254 − byte) << 23.
 
     So byte 254 gives +0.0 instead of 2^−127 and byte 0 gives 2^127. Byte 255 is NaN as a scale and outside the
-    domain: the same bits come out as −Inf.
+    domain; the shift makes −Inf of it.
     """
     _require("codes", codes, torch.uint8)
     return ((254 - codes.int()) << _FP32_MANTISSA_BITS).view(torch.float32)

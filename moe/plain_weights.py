@@ -25,6 +25,9 @@ class PlainWeights:
     scaled                                               scale [n // 128, k // 128]
     ================  =================================  ====================================================
 
+    Block scales of w13 never span gate and up: gate's ⌈I/128⌉ rows of scales, then as many of up, so that
+    each half counts its rows from 0. (For I % 128 = 0 that is ⌈2I/128⌉ rows, as DeepGEMM has them.)
+
     The format of the shared weights is decided by their dtype, not by the recipe: beside MXFP4 experts they
     may be E4M3 with UE8M0 scales (DeepGEMM) or MXFP4 as well.
     """

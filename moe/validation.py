@@ -1,7 +1,8 @@
 """Checks of the public API's arguments, all of them made before anything is launched or written.
 
-`TypeError` for a wrong type or dtype, `ValueError` for a wrong rank, shape, device, stride or value. Every message
-starts with the argument's name, then says what it was and what is allowed. Nothing here reads a tensor's
+`TypeError` for a wrong type or dtype, `ValueError` for a wrong rank, shape, device, stride or value. Every
+message starts with the argument's name, then says what it was and what is allowed. Nothing here reads a
+tensor's
 contents: that would wait for the GPU (`check_ids` of `megamoe.debug` does, when asked).
 """
 
@@ -35,7 +36,7 @@ _GATE_UP_ROWS = {"gran8": 8, "gran16_even_odd": 16, "none": 1}
 
 @dataclass(frozen=True)
 class WeightDims:
-    """Dimensions that the weights fix: E experts, hidden H, intermediate I, S shared experts and their format."""
+    """What the weights fix: E experts, hidden H, intermediate I, S shared experts and their format."""
 
     num_experts: int
     hidden: int
@@ -128,7 +129,7 @@ def check_routed_scaling_factor(value: object) -> float:
 
 
 def read_dims(weights: PlainWeights, recipe: Recipe) -> WeightDims:
-    """Dimensions from the weights' ranks and shapes alone, so that a backend can be asked before all else is checked.
+    """Dimensions from ranks and shapes alone, so that a backend can be asked before all else is checked.
 
     Raises for what is no tensor, has the wrong rank or a number of experts out of range.
     """
@@ -147,7 +148,7 @@ def read_dims(weights: PlainWeights, recipe: Recipe) -> WeightDims:
         shared, rest = divmod(shared_w13.shape[0], rows)
         if rest or shared == 0:
             raise ValueError(
-                f"shared_w13 has {shared_w13.shape[0]} rows; expected 2*I*S, a positive multiple of 2I = {rows}"
+                f"shared_w13 has {shared_w13.shape[0]} rows; expected 2*I*S, a multiple of 2I = {rows}"
             )
         shared_weight = next((f for f, dtypes in WEIGHT_DTYPES.items() if shared_w13.dtype in dtypes), None)
     return WeightDims(num_experts, hidden, rows // 2, shared, shared_weight)
@@ -207,14 +208,18 @@ def _check_pair(
     """One matrix, `axes` in elements, and its scales."""
     row, device = traits(recipe), weights.w13.device
     shape, text = _divided(axes, 1, 2 if fmt == "e2m1" else 1)
-    check_tensor(name, weight, dtypes=WEIGHT_DTYPES[fmt], shape=shape, axes=text, device=device, contiguous=True)
+    check_tensor(
+        name, weight, dtypes=WEIGHT_DTYPES[fmt], shape=shape, axes=text, device=device, contiguous=True
+    )
     shape, text = _divided(axes, *row.weight_group)
     dtypes = SCALE_DTYPES[row.weight_scale_format]
-    check_tensor(f"{name}_scale", scale, dtypes=dtypes, shape=shape, axes=text, device=device, contiguous=True)
+    check_tensor(
+        f"{name}_scale", scale, dtypes=dtypes, shape=shape, axes=text, device=device, contiguous=True
+    )
 
 
 def _divided(axes: Axes, rows: int, columns: int) -> tuple[tuple[int, ...], str]:
-    """Shape and text of `axes` with the last two divided: (("E", 8), ("2I", 64), ("H", 96)) → (8, 64, 3), "[E, 2I, H/32]"."""
+    """Shape and text of `axes`, the last two divided, rounding up: (8, 64, 3) and "[E, 2I, H/32]"."""
     divisors = (1,) * (len(axes) - 2) + (rows, columns)
     shape = tuple(-(-size // divisor) for (_, size), divisor in zip(axes, divisors))
     names = (f"{name}/{divisor}" if divisor > 1 else name for (name, _), divisor in zip(axes, divisors))
@@ -233,7 +238,9 @@ def check_hidden_states(value: object, hidden: int, device: torch.device) -> tor
     """BF16 [T, H]; rows may be strided."""
     x = check_tensor("hidden_states", value, dtypes=(torch.bfloat16,), rank=2, axes="[T, H]", device=device)
     if x.shape[1] != hidden:
-        raise ValueError(f"hidden_states has {x.shape[1]} columns; expected H = {hidden}, as the weights have")
+        raise ValueError(
+            f"hidden_states has {x.shape[1]} columns; expected H = {hidden}, as the weights have"
+        )
     return x
 
 
@@ -247,13 +254,11 @@ def check_routing(
 
 
 def check_output(value: object, num_tokens: int, hidden: int, device: torch.device) -> torch.Tensor:
-    """BF16 [T, H] whose rows do not overlap."""
-    output = check_tensor(
-        "output", value, dtypes=(torch.bfloat16,), shape=(num_tokens, hidden), axes="[T, H]", device=device
+    """BF16 [T, H], contiguous."""
+    shape, dtypes = (num_tokens, hidden), (torch.bfloat16,)
+    return check_tensor(
+        "output", value, dtypes=dtypes, shape=shape, axes="[T, H]", device=device, contiguous=True
     )
-    if num_tokens > 1 and output.stride(0) < hidden:
-        raise ValueError(f"output has strides {output.stride()}; rows of {hidden} elements must not overlap")
-    return output
 
 
 def check_expert_scales(value: object, num_experts: int, device: torch.device) -> torch.Tensor:

@@ -1,20 +1,20 @@
 """Makes Triton 3.9's CPU interpreter compute what the GPU computes, so that it can judge bytes.
 
-As shipped, the interpreter truncates fp32 → BF16 (the GPU rounds to nearest even), rounds fp32 → FP8 half up, wraps
-values above the largest FP8 number and decodes FP8 NaN as ±480, sends BF16 operands of `tl.dot_scaled` through FP16,
-reads UE4M3 scales as UE8M0, and multiplies the raw bits of BF16 operands of `tl.dot`. `install` replaces the three
-private functions behind these and the interpreter's `create_dot`:
+As shipped, the interpreter truncates fp32 → BF16 (the GPU rounds to nearest even), rounds fp32 → FP8 half up,
+overflows FP8 into other values' codes, decodes the NaN of E4M3 as ±480, sends BF16 operands of `tl.dot_scaled`
+through FP16, reads UE4M3 scales as UE8M0, and multiplies the raw bits of BF16 operands of `tl.dot`. `install`
+replaces the three private functions behind these and the interpreter's `create_dot`:
 
-===============================  ===============================================================================
+===============================  =============================================================================
 `_convert_float`                 between fp32, BF16, FP16, E4M3 and E5M2: round to nearest even like
-                                 `cvt.rn(.satfinite)`, FP8 saturates to finite, NaN becomes the canonical NaN
-`_dot_scaled_scale_to_f32`       UE4M3 scales (an operand of type `tl.float8e4nv`) are decoded as E4M3
+                                 `cvt.rn(.satfinite)`; FP8 saturates to finite, NaN becomes the canonical NaN
+`_dot_scaled_scale_to_f32`       UE4M3 scales (operands of type `tl.float8e4nv`) are decoded as E4M3
 `_mxfp_value_handle_to_float32`  operands of `tl.dot_scaled` are decoded straight to fp32
-`InterpreterBuilder.create_dot`  BF16 and FP8 operands of `tl.dot` are widened to fp32 first
-===============================  ===============================================================================
+`InterpreterBuilder.create_dot`  BF16 operands of `tl.dot` are widened to fp32 first
+===============================  =============================================================================
 
-Products of these formats are exact in fp32; sums are fp32 in NumPy's order. Still wrong, and silently so: elementwise
-arithmetic and comparisons *on* BF16 values and int → BF16. Kernels widen to fp32 first.
+Products of these formats are exact in fp32; sums are fp32 in NumPy's order. Still wrong, and silently so:
+elementwise arithmetic and comparisons *on* BF16 values, and int → BF16. Kernels widen to fp32 first.
 """
 
 from __future__ import annotations
@@ -39,7 +39,6 @@ _TORCH_DTYPES = {
     "fp8e4nv": torch.float8_e4m3fn,
     "fp8e5": torch.float8_e5m2,
 }
-_NARROW = ("bf16", "fp8e4nv", "fp8e5")
 
 # The private functions that are replaced, with the parameters that this file was written against.
 _PATCHED = {
@@ -54,8 +53,8 @@ _MARK = "megamoe_exact_conversions"
 def install() -> None:
     """Patch the interpreter of this process; calling it again does nothing.
 
-    Raises `RuntimeError` when triton was imported without TRITON_INTERPRET=1 (its own library is then compiled, not
-    interpreted), or when this Triton's interpreter lacks the private functions that are replaced.
+    Raises `RuntimeError` when triton was imported without TRITON_INTERPRET=1 (its own library is then compiled,
+    not interpreted), or when this Triton's interpreter lacks the private functions that are replaced.
     """
     if is_active():
         return
@@ -89,10 +88,9 @@ def install() -> None:
         self: Any, a: Any, b: Any, d: Any, input_precision: Any, max_num_imprecise_acc: Any
     ) -> Any:
         def widened(operand: Any) -> Any:
-            name = operand.dtype.scalar.name
-            if name not in _NARROW:
+            if operand.dtype.scalar.name != "bf16":
                 return operand
-            return stock.TensorHandle(_widen(operand.data, name).numpy(), stock.tl.float32)
+            return stock.TensorHandle(_widen(operand.data, "bf16").numpy(), stock.tl.float32)
 
         return stock_dot(self, widened(a), widened(b), d, input_precision, max_num_imprecise_acc)
 
@@ -117,7 +115,8 @@ def _interpreter_module() -> ModuleType:
     # Triton decides for each function where it is decorated, hence for its own library at import.
     if isinstance(tl.zeros, jit.JITFunction) or not triton.knobs.runtime.interpret:
         raise RuntimeError(
-            "triton runs without its interpreter: TRITON_INTERPRET=1 must be set before triton is first imported"
+            "triton runs without its interpreter: "
+            "TRITON_INTERPRET=1 must be set before triton is first imported"
         )
     unknown = [path for path, expected in _PATCHED.items() if _parameters(interpreter, path) != expected]
     if unknown:
@@ -155,6 +154,6 @@ def _narrow(values: torch.Tensor, name: str) -> np.ndarray:
 
 
 def _bits(values: torch.Tensor, nan: torch.Tensor, canonical_nan: int) -> np.ndarray:
-    """Unsigned bits of `values`; where `nan`, the NaN that `cvt` writes (torch's differs between its CPU paths)."""
+    """Unsigned bits of `values`; where `nan`, the NaN that `cvt` writes (torch's is another one)."""
     unsigned = {1: (torch.uint8, np.uint8), 2: (torch.int16, np.uint16)}[values.element_size()]
     return torch.where(nan, canonical_nan, values.view(unsigned[0])).numpy().view(unsigned[1])

@@ -7,6 +7,7 @@ device; the same seed gives other numbers on CPU than on CUDA.
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 
 import torch
@@ -102,14 +103,14 @@ def random_weights(spec: LayerSpec, generator: torch.Generator) -> PlainWeights:
     """Weights of `spec`, made and quantized expert by expert: one expert in fp32 is the extra memory."""
     fmt = weight_format(spec.traits)
     hidden, width, shared_width = spec.hidden, spec.intermediate, spec.shared_intermediate
-    w13, w13_scale = _stacked(spec.num_experts, 2 * width, hidden, fmt, generator)
-    w2, w2_scale = _stacked(spec.num_experts, hidden, width, fmt, generator)
+    w13, w13_scale = _stacked(spec.num_experts, 2, width, hidden, fmt, generator)
+    w2, w2_scale = _stacked(spec.num_experts, 1, hidden, width, fmt, generator)
     if not spec.num_shared_experts:
         return PlainWeights(w13, w13_scale, w2, w2_scale)
     dtype = torch.float8_e4m3fn if spec.shared_weight == "e4m3" else torch.uint8
     fmt = shared_weight_format(spec.recipe, dtype)
-    shared13, shared13_scale = _stacked(1, 2 * shared_width, hidden, fmt, generator)
-    shared2, shared2_scale = _stacked(1, hidden, shared_width, fmt, generator)
+    shared13, shared13_scale = _stacked(1, 2, shared_width, hidden, fmt, generator)
+    shared2, shared2_scale = _stacked(1, 1, hidden, shared_width, fmt, generator)
     return PlainWeights(
         w13, w13_scale, w2, w2_scale, shared13[0], shared13_scale[0], shared2[0], shared2_scale[0]
     )
@@ -146,14 +147,17 @@ def quantize_weight(w: torch.Tensor, fmt: BlockFormat) -> tuple[torch.Tensor, to
 
 
 def _stacked(
-    count: int, rows: int, cols: int, fmt: BlockFormat, generator: torch.Generator
+    count: int, halves: int, rows: int, cols: int, fmt: BlockFormat, generator: torch.Generator
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`count` matrices [rows, cols] and their scales."""
-    elements, scales = [], []
-    for _ in range(count):
-        w = torch.randn(rows, cols, generator=generator, device=generator.device) * cols**-0.5
-        q, sf = quantize_weight(w, fmt)
-        elements.append(q.view(torch.uint8))
-        scales.append(sf)
-    stacked = torch.stack(elements)
-    return (stacked.view(torch.float8_e4m3fn) if fmt.element == "e4m3" else stacked), torch.stack(scales)
+    """`count` matrices [halves · rows, cols] and their scales; no scale spans two halves (gate and up)."""
+    device = generator.device
+    packed = cols // 2 if fmt.element == "e2m1" else cols
+    sf_shape = (count, halves, -(-rows // fmt.rows), -(-cols // fmt.cols))
+    q = torch.empty(count, halves, rows, packed, dtype=torch.uint8, device=device)
+    sf = torch.empty(sf_shape, dtype=torch.float32 if fmt.scale == "fp32" else torch.uint8, device=device)
+    for index in itertools.product(range(count), range(halves)):
+        w = torch.randn(rows, cols, generator=generator, device=device) * cols**-0.5
+        elements, sf[index] = quantize_weight(w, fmt)
+        q[index] = elements.view(torch.uint8)
+    q, sf = q.flatten(1, 2), sf.flatten(1, 2)
+    return (q.view(torch.float8_e4m3fn) if fmt.element == "e4m3" else q), sf

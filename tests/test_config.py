@@ -48,12 +48,13 @@ class Illegal:
 ILLEGAL = {
     "not a power of two": Illegal({"block_n": 384}, 90, "block_n=384"),
     "half a scale atom": Illegal({"block_n": 64}, 90, "block_n=64"),
-    "half a scale word": Illegal({"block_k": 64}, 90, "block_k=64"),
+    "half a scale word": Illegal({"block_k": 64}, 100, "block_k=64"),
+    "half a scale group": Illegal({"block_k": 16}, 90, "block_k=16"),
     "promotion across scale groups": Illegal({"block_k": 256}, 90, "block_k=256", "fp8xfp8"),
     "small tcgen05 tile": Illegal({"block_m": 64}, 100, "block_m=64"),
     "small wgmma tile": Illegal({"block_m": 32}, 90, "block_m=32"),
     "shared memory of sm_120": Illegal({"block_m": 128, "block_n": 256, "num_stages": 4}, 120, "shared memory"),
-    "UE4M3 dot_scaled on sm_90": Illegal({"mma": "scaled"}, 90, "mma='scaled'", "nvfp4xnvfp4"),
+    "block-scaled MMA on sm_90": Illegal({"mma": "scaled"}, 90, "mma='scaled'"),
     "decoding what needs no decoding": Illegal({"mma": "decoded"}, 100, "mma='decoded'"),
 }
 

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+
 from megamoe import formats
 
 hypothesis = pytest.importorskip("hypothesis")
@@ -38,7 +39,7 @@ def random_fp32(count: int) -> torch.Tensor:
 
 
 def boundaries(grid: np.ndarray) -> torch.Tensor:
-    """Every value and midpoint of `grid`, their fp32 neighbours and the extremes of fp32; of both signs, no NaN."""
+    """Values and midpoints of `grid`, their fp32 neighbours, the extremes of fp32; of both signs, no NaN."""
     middle = (grid[1:] + grid[:-1]) / 2
     extremes = [0.0, 2.0**-149, 2.0**-126, 3.4028234663852886e38, math.inf, 464.0, 480.0, 1e4]
     exact = np.concatenate([grid, middle, extremes]).astype(np.float32)
@@ -49,7 +50,7 @@ def boundaries(grid: np.ndarray) -> torch.Tensor:
 
 
 def nearest_code(x: torch.Tensor, grid: np.ndarray, ties: str) -> np.ndarray:
-    """Index of the value of `grid` nearest to |x|, found by comparing distances (exact in fp64 at every midpoint)."""
+    """Index of the value of `grid` nearest to |x|, by comparing distances (exact in fp64 at midpoints)."""
     magnitude = np.minimum(np.abs(x.numpy().astype(np.float64)), grid[-1])
     distance = np.abs(magnitude[:, None] - grid)
     lower = np.argmin(distance, axis=1)  # the smaller of two equally near ones
@@ -80,7 +81,7 @@ def same_values(actual: torch.Tensor, expected: Any) -> None:
     np.testing.assert_array_equal(np.signbit(actual.cpu().numpy())[number], np.signbit(expected)[number])
 
 
-# ---- E2M1 ----------------------------------------------------------------------------------------------------
+# ---- E2M1 ------------------------------------------------------------------------------------------------
 
 
 def test_e2m1_decodes_every_code(device: str) -> None:
@@ -201,7 +202,7 @@ def test_e2m1_unpack_inverts_pack(leading: list[int], pairs: int, seed: int) -> 
     assert torch.equal(formats.unpack_e2m1(packed), codes)
 
 
-# ---- E4M3 and UE4M3 ------------------------------------------------------------------------------------------
+# ---- E4M3 and UE4M3 --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.uint8], ids=str)
@@ -234,7 +235,7 @@ def test_e4m3_is_ml_dtypes_up_to_saturation_and_nan(device: str) -> None:
     x = torch.cat([boundaries(E4M3_GRID), all_bf16(), random_fp32(1_000_000)])
     with np.errstate(invalid="ignore"):  # NaNs are among the inputs
         code = x.numpy().astype(ml_dtypes.float8_e4m3fn).view(np.uint8)
-    # ml_dtypes overflows to NaN of the input's sign; the tie 464 is the last that rounds down to 448 by itself.
+    # ml_dtypes overflows to NaN of the input's sign; the tie 464 is the last to round down to 448 by itself.
     overflow = (x.abs() > 464).numpy()
     assert set(code[overflow]) == {0x7F, 0xFF}
     code = np.where(overflow, 0x7E + 128 * sign_bit(x), code)
@@ -289,7 +290,7 @@ def test_ue4m3_encodes_non_negative_to_the_nearest_code(device: str) -> None:
     same_bytes(formats.encode_ue4m3(x.to(device)), nearest_code(x, E4M3_GRID, "even"), x)
 
 
-# ---- UE8M0 ---------------------------------------------------------------------------------------------------
+# ---- UE8M0 -----------------------------------------------------------------------------------------------
 
 
 def test_ue8m0_decodes_every_code(device: str) -> None:
@@ -399,7 +400,7 @@ def test_ue8m0_group_scaling(case: Group, device: str) -> None:
     assert (fp8.view(torch.uint8).item(), fp4.item()) == (case.fp8_code, case.fp4_code)
 
 
-# ---- what all of them share ----------------------------------------------------------------------------------
+# ---- what all of them share ------------------------------------------------------------------------------
 
 ENCODERS = {
     "e2m1_even": lambda x: formats.encode_e2m1(x, "even"),
@@ -444,7 +445,7 @@ def test_decoding_keeps_shape_and_strided_inputs(name: str, device: str) -> None
 )
 @hypothesis.settings(deadline=None, max_examples=50)
 def test_encoding_is_monotone_in_the_magnitude(name: str, magnitudes: list[float]) -> None:
-    # The codes of non-negative numbers are ordered like the numbers in all four formats. −0 would add a sign bit.
+    # The codes of non-negative numbers are ordered like the numbers. −0 would add a sign bit.
     codes = ENCODERS[name](torch.tensor(magnitudes).abs().sort().values).tolist()
     assert codes == sorted(codes)
 

@@ -1,7 +1,7 @@
-"""The patched CPU interpreter against torch: conversions, `tl.dot` and `tl.dot_scaled` of every narrow format.
+"""The patched CPU interpreter against torch: conversions, `tl.dot` and `tl.dot_scaled` of narrow formats.
 
-Tiny kernels, each run as one program. Where an exhaustive sweep meets a matrix product, one operand is a unit matrix
-or one column wide, so that every product stands alone in the result and must be exact.
+Tiny kernels, each run as one program. Where an exhaustive sweep meets a matrix product, one operand is a unit
+matrix or one column wide, so that every product stands alone in the result and must be exact.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import pytest
 import torch
 import triton
 import triton.language as tl
+
 from megamoe import formats
 from megamoe.oracle import interpreter
 
@@ -57,7 +58,7 @@ def same_values(actual: torch.Tensor, expected: torch.Tensor) -> None:
     np.testing.assert_array_equal(actual.numpy(), expected.float().numpy())
 
 
-# ---- conversions ---------------------------------------------------------------------------------------------
+# ---- conversions -----------------------------------------------------------------------------------------
 
 
 @triton.jit
@@ -81,14 +82,14 @@ def every_value(dtype: torch.dtype) -> torch.Tensor:
 
 
 def fp32_around_bf16() -> torch.Tensor:
-    """Every BF16 pattern continued by the low halves that decide rounding; its ties are those of all narrower formats."""
+    """Every BF16 pattern continued by the low halves that decide rounding: all ties, and both sides of each."""
     high = np.arange(1 << 16, dtype=np.uint32)[:, None] << 16
     low = np.array([0x0000, 0x0001, 0x7FFF, 0x8000, 0x8001, 0xFFFF], dtype=np.uint32)
     return torch.from_numpy((high | low).reshape(-1).view(np.float32))
 
 
 def fp32_around(dtype: torch.dtype) -> torch.Tensor:
-    """Every finite value of an FP8 format and every midpoint, each with its fp32 neighbours; ±0, ±Inf, NaNs."""
+    """Finite values of an FP8 format and midpoints, each with its fp32 neighbours; ±0, ±Inf, NaNs."""
     grid = every_value(dtype).float()
     grid = grid[grid.isfinite()].unique().numpy()
     exact = np.concatenate([grid, (grid[1:] + grid[:-1]) / 2, [464.0, 480.0, 61440.0, 65536.0]]).astype(
@@ -239,7 +240,7 @@ def test_conversion_of_views_scalars_and_constants(target: torch.dtype) -> None:
         same_bits(out, torch.tensor([x[0, 0]] * 17 + [0.3] * 16).to(target), out)
 
 
-# ---- tl.dot --------------------------------------------------------------------------------------------------
+# ---- tl.dot ----------------------------------------------------------------------------------------------
 
 
 @triton.jit
@@ -299,7 +300,7 @@ def test_bf16_dot_accumulates_in_fp32() -> None:
     assert ((dot(a, b).double() - exact).abs() <= bound).all()
 
 
-# ---- tl.dot_scaled -------------------------------------------------------------------------------------------
+# ---- tl.dot_scaled ---------------------------------------------------------------------------------------
 
 
 @triton.jit
@@ -342,8 +343,9 @@ def dot_scaled(
     """a `[M, K]`, b `[N, K]` (K/2 bytes where packed), scales uint8 `[rows, groups]`: fp32 `[M, N]`."""
     m, n, groups = a.shape[0], b.shape[0], b_scale.shape[1]
     out = poisoned(m, n)
+    acc = torch.zeros(m, n) if acc is None else acc
     _dot_scaled_kernel[(1,)](
-        a, a_scale if a_scale is not None else b_scale, b, b_scale, torch.zeros(m, n) if acc is None else acc, out,
+        a, b_scale if a_scale is None else a_scale, b, b_scale, acc, out,
         m, n, a.shape[1], b.shape[1], groups, FORMAT[a.dtype], FORMAT[b.dtype], a_scale is not None, ue4m3,
     )  # fmt: skip
     return out
@@ -475,7 +477,7 @@ def test_dot_scaled_applies_each_scale_to_its_group(recipe: str) -> None:
     same_values(out, product + acc)
 
 
-# ---- arithmetic that contracts lean on and that comes exact as it is ------------------------------------------
+# ---- arithmetic that contracts lean on and that comes exact as it is -------------------------------------
 
 
 @triton.jit
@@ -505,7 +507,7 @@ def test_division_and_fma_round_once() -> None:
     assert fma.tolist() == [rounded_to_fp32(a * b + c) for a, b, c in exact]
 
 
-# ---- installing ----------------------------------------------------------------------------------------------
+# ---- installing ------------------------------------------------------------------------------------------
 
 
 def test_install_is_idempotent() -> None:

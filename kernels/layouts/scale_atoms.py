@@ -111,19 +111,20 @@ def load_scale_atoms(
     """Scale bytes [ROWS, GROUPS] of a weight tile, uint8, from words in atom order.
 
     `sf` points to the bytes of one expert's words; the tile starts at `first_row` (a multiple of 128) and
-    `first_group` (a multiple of 4); ROWS is a multiple of 128 and GROUPS of 4. An atom of 128 rows × 4 groups is 512
+    `first_group` (a multiple of 4, or of GROUPS); ROWS is a multiple of 128, GROUPS one of 1, 2 and the multiples of 4. An atom of 128 rows × 4 groups is 512
     contiguous bytes; seen as 32 × 4 × 4 its transposition to rows is the one SM100's compiler knows how to feed to
     tensor memory. Words beyond the matrix read as zero.
     """
     PADDED_ROWS: tl.constexpr = (n_rows + 127) // 128 * 128
     WORDS: tl.constexpr = (n_groups + 3) // 4
     atom = first_row // 128 + tl.arange(0, ROWS // 128)[:, None, None, None, None]
-    word = first_group // 4 + tl.arange(0, GROUPS // 4)[None, :, None, None, None]
+    BYTES: tl.constexpr = 4 if GROUPS >= 4 else GROUPS
+    word = first_group // 4 + tl.arange(0, GROUPS // BYTES)[None, :, None, None, None]
     b = tl.arange(0, 32)[None, None, :, None, None]
     a = tl.arange(0, 4)[None, None, None, :, None]
-    byte = tl.arange(0, 4)[None, None, None, None, :]
+    byte = first_group % 4 + tl.arange(0, BYTES)[None, None, None, None, :]
     ptr = sf + word * (PADDED_ROWS * 4) + atom * 512 + b * 16 + a * 4 + byte
-    if PADDED_ROWS % ROWS == 0 and WORDS % (GROUPS // 4) == 0:
+    if PADDED_ROWS % ROWS == 0 and WORDS % (GROUPS // BYTES) == 0:
         atoms = tl.load(ptr)
     else:
         atoms = tl.load(ptr, mask=(atom * 128 < PADDED_ROWS) & (word < WORDS), other=0)

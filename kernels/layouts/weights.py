@@ -64,12 +64,13 @@ def transform_weights_sm90(
 ) -> tuple[WeightPair, WeightPair]:
     """Bytes of the SM90 MegaMoE weights: l1's weight interleaved 8 by 8, everything else the same tensors.
 
-    l1: float8_e4m3fn [.., 2I, H] rows [gate; up], fp32 [.., ceil(2I/128), ceil(H/128)]; l2: [.., H, I] alike.
+    l1: float8_e4m3fn [.., 2I, H] rows [gate; up], fp32 [.., 2 ceil(I/128), ceil(H/128)], gate's blocks
+    first; l2: [.., H, I], fp32 [.., ceil(H/128), ceil(I/128)].
     Scales must be row-major: the kernels index them so, and upstream silently misreads any other order.
     """
     (w1, s1), (w2, s2) = l1, l2
-    _check_block_scales(w1, s1, "l1")
-    _check_block_scales(w2, s2, "l2")
+    _check_block_scales(w1, s1, "l1", halves=2)
+    _check_block_scales(w2, s2, "l2", halves=1)
     return (interleave_gate_up(w1, "gran8", in_place=in_place), s1), (w2, s2)
 
 
@@ -78,8 +79,8 @@ def restore_weights_sm90(
 ) -> tuple[WeightPair, WeightPair]:
     """The inverse of `transform_weights_sm90`."""
     (w1, s1), (w2, s2) = l1, l2
-    _check_block_scales(w1, s1, "l1")
-    _check_block_scales(w2, s2, "l2")
+    _check_block_scales(w1, s1, "l1", halves=2)
+    _check_block_scales(w2, s2, "l2", halves=1)
     return (deinterleave_gate_up(w1, "gran8", in_place=in_place), s1), (w2, s2)
 
 
@@ -119,16 +120,18 @@ def _scale_bytes(weight: torch.Tensor, scale: torch.Tensor, mma_type: str, name:
     return scale if scale.dtype == torch.uint8 else unpack_scale_words(scale, groups)
 
 
-def _check_block_scales(weight: torch.Tensor, scale: torch.Tensor, name: str) -> None:
+def _check_block_scales(weight: torch.Tensor, scale: torch.Tensor, name: str, *, halves: int) -> None:
+    """`halves` matrices lie on top of each other in `weight` (gate and up: 2); no block spans two of them."""
     if weight.dtype != torch.float8_e4m3fn:
         raise TypeError(f"{name} weight has dtype {weight.dtype}; allowed: float8_e4m3fn")
     if scale.dtype != torch.float32:
         raise TypeError(f"{name} scale has dtype {scale.dtype}; allowed: float32")
     *lead, rows, columns = weight.shape
-    expected = (*lead, -(-rows // 128), -(-columns // 128))
+    expected = (*lead, halves * -(-(rows // halves) // 128), -(-columns // 128))
     if tuple(scale.shape) != expected:
         raise ValueError(
-            f"{name} scale has shape {tuple(scale.shape)}; one scale per 128×128 block of a weight of shape "
+            f"{name} scale has shape {tuple(scale.shape)}; one scale per 128×128 block"
+            f"{' of gate, then of up, for' if halves == 2 else ' of'} a weight of shape "
             f"{tuple(weight.shape)} is {expected}"
         )
     if not scale.is_contiguous():

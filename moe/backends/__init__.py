@@ -10,20 +10,20 @@ from importlib import import_module
 from megamoe.backends.base import Backend, LayerRequest, UnsupportedError
 
 _MODULES = {"triton": "megamoe.backends.triton", "reference": "megamoe.backends.reference"}
-_LATER = {
-    "deep_gemm": "its adapter comes with the oracle issue",
-    "flashinfer_trtllm": "its adapter comes with the oracle issue",
+PLANNED = {
+    "deep_gemm": "no adapter to an installed deep_gemm is built yet",
+    "flashinfer_trtllm": "no adapter to an installed flashinfer is built yet",
 }
-NAMES = (*_MODULES, *_LATER)
+NAMES = (*_MODULES, *PLANNED)
 AUTO = "auto"
 # Never chosen by speed or numerics: all backends follow the recipe, so the first that can run is the one.
 AUTO_ORDER = ("triton", "reference")
 
 
 def unsupported_reason(name: str, request: LayerRequest) -> str | None:
-    """Why the backend `name` cannot run `request` on this machine, or None. `KeyError` for an unknown name."""
-    if name in _LATER:
-        return _LATER[name]
+    """Why the backend `name`, one of `NAMES`, cannot run `request` on this machine, or None."""
+    if name in PLANNED:
+        return PLANNED[name]
     return _backend(name).unsupported_reason(request)
 
 

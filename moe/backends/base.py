@@ -1,4 +1,4 @@
-"""What a caller asks for (`LayerRequest`), what runs it (`Backend`) and how that declines (`unsupported_reason`)."""
+"""A caller's request (`LayerRequest`), what runs it (`Backend`), how that declines (`unsupported_reason`)."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ class UnsupportedError(NotImplementedError):
 class LayerRequest:
     """A layer without its numbers: everything a backend needs in order to accept or decline it.
 
-    `max_tokens` bounds the tokens of one call. `options` names the optional arguments in use that go beyond a SwiGLU
-    layer on one rank, as the caller wrote them ("w13_bias", "activation='situ'").
+    `max_tokens` bounds the tokens of one call. `options` names the optional arguments in use that go beyond a
+    SwiGLU layer on one rank, as the caller wrote them ("w13_bias", "activation='situ'").
     """
 
     spec: LayerSpec
@@ -71,7 +71,7 @@ class Backend(Protocol):
         expert_scales: torch.Tensor | None = None,
         routed_scaling_factor: float = 1.0,
     ) -> Layer:
-        """Set up a layer for a request it supports: bring weights into its own form, allocate its workspace."""
+        """Set up a layer for a request it supports: weights in its own form, workspace allocated."""
 
 
 def layer_unsupported_reason(request: LayerRequest) -> str | None:

@@ -1,7 +1,7 @@
-"""What a compiled kernel is made of, read from its PTX, LLVM IR and SASS. Pure text in, numbers out; no Triton.
+"""What a compiled kernel is made of, read from its PTX, LLVM IR and SASS. Text in, numbers out; no Triton.
 
-PTX names the MMA and the arithmetic exactly: ptxas expands `div.rn` into reciprocals and FFMAs, so that SASS cannot
-tell an IEEE division from an approximate one. Spills and stack exist only in SASS.
+PTX names the MMA and the arithmetic exactly: ptxas expands `div.rn` into reciprocals and FFMAs, so that SASS
+cannot tell an IEEE division from an approximate one. Spills and stack exist only in SASS.
 """
 
 from __future__ import annotations
@@ -14,7 +14,9 @@ from dataclasses import dataclass, field
 _PTX_TYPE = re.compile(r"(?:(?:f|bf|tf|s|u|b)\d+|u?e\d+m\d+)$")
 _FP32 = re.compile(r"\.(f32|f32x2|f64)$")
 _LLVM_FMA = re.compile(r"call [^@\n]*@llvm\.fma\.(?:v(\d+))?f(?:32|64)\(")
-_SASS_LINE = re.compile(r"\s*/\*[0-9a-f]+\*/\s+(?P<guard>@!?U?P\w+\s+)?(?P<op>[A-Z][\w.]*)\s*(?P<operands>[^;]*);")
+_SASS_LINE = re.compile(
+    r"\s*/\*[0-9a-f]+\*/\s+(?P<guard>@!?U?P\w+\s+)?(?P<op>[A-Z][\w.]*)\s*(?P<operands>[^;]*);"
+)
 _SASS_LABEL = re.compile(r"(\.L\S*):")
 _SASS_TARGET = re.compile(r"`\((\.L[^)]*)\)")
 _SASS_MMA = re.compile(r"(?:UTC[A-Z]|[A-Z]G?)MMA$")
@@ -22,7 +24,7 @@ _SASS_MMA = re.compile(r"(?:UTC[A-Z]|[A-Z]G?)MMA$")
 
 @dataclass(frozen=True)
 class Report:
-    """One kernel on one architecture. `smem` in bytes (dynamic), `tmem` in columns, `stack` in bytes per thread."""
+    """One kernel on one architecture. `smem`: dynamic bytes, `tmem`: columns, `stack`: bytes per thread."""
 
     mma: list[str]
     sass_mma: list[str]
@@ -38,7 +40,7 @@ class Report:
 
 
 def analyse(*, ptx: str, llir: str, sass: str, resources: str, smem: int, tmem: int) -> Report:
-    """Read one kernel: `sass` of `nvdisasm -c`, `resources` of `cuobjdump -res-usage`, the rest as Triton made it."""
+    """Read one kernel: `sass` is `nvdisasm -c`, `resources` `cuobjdump -res-usage`, the rest Triton's."""
     opcodes = ptx_opcodes(ptx)
     instructions = sass_instructions(sass)
     looped = [ins for ins, inside in zip(instructions, loop_mask(instructions)) if inside]
@@ -70,9 +72,9 @@ def ptx_opcodes(ptx: str) -> Counter[str]:
 
 
 def mma_kinds(opcodes: Iterable[str]) -> list[str]:
-    """The tensor core instructions, named alike for every Triton: instruction, kind, block_scale, operand types.
+    """Tensor core instructions, named alike for every Triton: instruction, kind, block_scale, operand types.
 
-    tcgen05 carries its operand types in descriptors that exist only at run time; there the kind is all PTX says.
+    tcgen05 carries operand types in descriptors that exist only at run time; there the kind is all PTX says.
     """
     kinds = set()
     for opcode in opcodes:
@@ -84,17 +86,19 @@ def mma_kinds(opcodes: Iterable[str]) -> list[str]:
         else:
             continue
         types = [part for part in parts if _PTX_TYPE.match(part)]
-        operands = types[1:3] + types[4:]  # without the accumulators; block-scaled ones end with the scale type
+        operands = (
+            types[1:3] + types[4:]
+        )  # without the accumulators; block-scaled ones end with the scale type
         details = [part for part in parts if part.startswith("kind::") or part == "block_scale"]
         kinds.add(" ".join([name, *details, *([".".join(operands)] if operands else [])]))
     return sorted(kinds)
 
 
 def inexact_arithmetic(opcodes: Counter[str], llir: str) -> dict[str, int]:
-    """Arithmetic that is not what IEEE fp32 as written gives: "<op>.approx", "<op>.full", "fusion", "ftz" → count.
+    """Arithmetic that is not IEEE fp32 as written: "<op>.approx", "<op>.full", "fusion", "ftz" → count.
 
-    Fusion is judged twice. An `fma` beyond LLVM IR's `llvm.fma` calls (one per `tl.fma`) was contracted by LLVM; and
-    an add, sub or mul without a rounding mode is one that ptxas may still contract, which it may not with `.rn`.
+    Fusion is judged twice. An `fma` beyond LLVM IR's `llvm.fma` calls (what `tl.fma` becomes) was contracted
+    by LLVM; an add, sub or mul without a rounding mode is one that ptxas may contract, which `.rn` forbids.
     """
     found: Counter[str] = Counter()
     fused = -sum(int(lanes or 1) for lanes in _LLVM_FMA.findall(llir))
@@ -115,7 +119,7 @@ def inexact_arithmetic(opcodes: Counter[str], llir: str) -> dict[str, int]:
 
 
 def resource_usage(text: str) -> tuple[int, int]:
-    """(registers per thread, stack bytes) of `cuobjdump -res-usage`; the largest where device functions are kept."""
+    """(registers per thread, stack bytes) of `cuobjdump -res-usage`, the largest among its functions."""
     functions = re.findall(r"\bREG:(\d+) STACK:(\d+)", text)
     if not functions:
         raise ValueError(f"no REG/STACK line in the output of cuobjdump -res-usage: {text!r}")
@@ -145,7 +149,9 @@ def sass_instructions(sass: str) -> list[Instruction]:
             jumps = op.split(".")[0] in ("BRA", "EXIT", "RET", "BRX", "JMP")
             # `BRA.U UP0, label` and `BRA !P2, label` are conditional without a guard.
             conditional = bool(match["guard"]) or "," in operands
-            instructions.append(Instruction(op, tuple(labels), target and target[1], conditional or not jumps))
+            instructions.append(
+                Instruction(op, tuple(labels), target and target[1], conditional or not jumps)
+            )
             labels = []
     if not instructions:
         raise ValueError("no instruction found in the output of nvdisasm -c")
@@ -155,8 +161,8 @@ def sass_instructions(sass: str) -> list[Instruction]:
 def loop_mask(instructions: list[Instruction]) -> list[bool]:
     """Which instructions can be reached again from themselves.
 
-    Not simply those between a backward branch and its target: the compiler moves the spinning half of a barrier wait
-    behind the epilogue, and its way back into the main loop would make the epilogue look like a loop.
+    Not simply those between a backward branch and its target: the compiler moves the spinning half of a
+    barrier wait behind the epilogue, and its way back into the main loop would make a loop of the epilogue.
     """
     position = {label: i for i, ins in enumerate(instructions) for label in ins.labels}
     after: list[list[int]] = [[] for _ in instructions]

@@ -1,10 +1,10 @@
-"""What a compiled job must be: no spills, the arithmetic its contract allows, the MMA its recipe calls for."""
+"""What a compiled job must be: no spills, only arithmetic its contract allows, the MMA of its recipe."""
 
 from __future__ import annotations
 
 from megamoe.codegen.analyse import Report
+from megamoe.kernels.config import SHARED_MEMORY
 
-SMEM_LIMIT = {90: 232448, 100: 232448, 120: 101376}  # dynamic shared memory a block may have, bytes
 TMEM_COLUMNS = 512
 GEMMS = ("gate_up", "down")
 SM100_MMA = {
@@ -21,20 +21,22 @@ def violations(report: Report, *, arch: int, kernel: str, recipe: str, contract:
     if report.stack:
         found.append(f"STACK:{report.stack} (must be 0)")
     if report.stl or report.ldl:
-        found.append(
-            f"spills: {report.stl} STL ({report.stl_in_loops} in loops), {report.ldl} LDL ({report.ldl_in_loops} in loops)"
-        )
-    if report.smem > SMEM_LIMIT[arch]:
-        found.append(f"{report.smem} bytes of shared memory; sm_{arch} has {SMEM_LIMIT[arch]}")
+        stores = f"{report.stl} STL ({report.stl_in_loops} in loops)"
+        loads = f"{report.ldl} LDL ({report.ldl_in_loops} in loops)"
+        found.append(f"spills: {stores}, {loads}")
+    if report.smem > SHARED_MEMORY[arch]:
+        found.append(f"{report.smem} bytes of shared memory; sm_{arch} has {SHARED_MEMORY[arch]}")
     if report.tmem > TMEM_COLUMNS:
         found.append(f"{report.tmem} columns of tensor memory; there are {TMEM_COLUMNS}")
     for name, count in report.inexact.items():
         if name not in contract:
             found.append(f"{count} × {name} (allowed: {', '.join(sorted(contract)) or 'none'})")
-    # A sigmoid is one exponential and one division: where both are allowed, no other division may hide among them.
+    # A sigmoid is one exponential and one division: where both are allowed, no other division may hide.
     divisions, exponentials = report.inexact.get("div.full", 0), report.inexact.get("ex2.approx", 0)
     if contract >= {"div.full", "ex2.approx"} and divisions > exponentials:
-        found.append(f"{divisions} × div.full for {exponentials} × ex2.approx: not every division is a sigmoid's")
+        found.append(
+            f"{divisions} × div.full for {exponentials} × ex2.approx: not every division is a sigmoid's"
+        )
     expected = SM100_MMA.get(recipe.split("/")[0])
     if arch == 100 and kernel in GEMMS and expected is not None and report.mma != [expected]:
         found.append(f"MMA is {', '.join(report.mma) or 'none'}; {recipe} needs {expected}")

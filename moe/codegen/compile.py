@@ -1,4 +1,4 @@
-"""Compile one job for a GPU that need not be here, and analyse the result. Needs Triton without its interpreter.
+"""Compile one job for a GPU that need not be here, and analyse it. Needs Triton without its interpreter.
 
 Results are cached by content in Triton's own cache: an unchanged kernel is only disassembled again.
 """
@@ -49,7 +49,10 @@ def disassemble(cubin: bytes) -> tuple[str, str]:
         path = Path(folder, "kernel.cubin")
         path.write_bytes(cubin)
         commands = [knobs.nvidia.cuobjdump.path, "-res-usage"], [knobs.nvidia.nvdisasm.path, "-c"]
-        outputs = [subprocess.run([*command, path], capture_output=True, text=True, check=True) for command in commands]
+        outputs = [
+            subprocess.run([*command, path], capture_output=True, text=True, check=True)
+            for command in commands
+        ]
     return outputs[0].stdout, outputs[1].stdout
 
 

@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 ARCHS = (90, 100, 120)
-INEXACT = ("div.full", "div.approx", "rcp.approx", "ex2.approx", "fusion", "ftz")
 
 
 @dataclass(frozen=True)
@@ -21,9 +20,9 @@ class CompileJob:
     constexprs: argument → compile-time value.
     options: the launch options, e.g. num_warps, num_stages, enable_fp_fusion.
     divisible_by_16: arguments (pointers, strides) that the launcher guarantees to be multiples of 16.
-    contract: the inexact arithmetic this kernel MAY contain; empty for kernels whose bytes are a contract. Any
-        "<op>.approx" or "<op>.full" of PTX, "fusion" (a multiply-add that no `tl.fma` asked for), "ftz" (fp32
-        subnormals flushed by exact arithmetic). The usual ones are in `INEXACT`.
+    contract: the inexact arithmetic this kernel MAY contain; empty for kernels whose bytes are a contract.
+        "<op>.approx" and "<op>.full" as in PTX (div.full, div.approx, rcp.approx, ex2.approx, …), "fusion" (a
+        multiply-add that no `tl.fma` asked for), "ftz" (subnormals flushed by otherwise exact arithmetic).
     """
 
     name: str

@@ -1,7 +1,7 @@
 """Compiles jobs in worker processes, two at a time. The caller may itself run under Triton's interpreter.
 
-A compiler that aborts (an MLIR assertion, LLVM running out of registers) takes its worker down, not the run: the job
-is reported as failed with the last words of the process and a new worker takes the next one.
+A compiler that aborts (an MLIR assertion, LLVM running out of registers) takes its worker down, not the run:
+the job is reported as failed with the last words of the process and a new worker takes the next one.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class Worker:
         root = str(Path(megamoe.__file__).parent.parent)
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
         environment["PYTHONSAFEPATH"] = "1"
-        self._stderr = tempfile.TemporaryFile("w+", errors="replace")
+        self._stderr = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115 (closed with the worker)
         self._process = subprocess.Popen(
             [sys.executable, "-m", "megamoe.codegen.worker", self._source],
             stdin=subprocess.PIPE,

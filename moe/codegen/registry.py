@@ -18,14 +18,16 @@ KERNELS = "megamoe.kernels"
 def collect(arch: int, source: str = KERNELS) -> dict[str, CompileJob]:
     """Jobs for `arch` (90, 100, 120) by name, in the modules' order. Imports Triton.
 
-    `source` is a package whose modules are searched, or the path of one Python file. Raises `ValueError` when two
-    jobs share a name.
+    `source` is a package whose modules are searched, or the path of one Python file. Raises `ValueError` when
+    two jobs share a name.
     """
     jobs: dict[str, CompileJob] = {}
     for module in _modules(source):
         for job in getattr(module, "compile_jobs", lambda arch: [])(arch):
             if job.name in jobs:
-                raise ValueError(f"two compile jobs for arch {arch} are named {job.name!r}; names must be unique")
+                raise ValueError(
+                    f"two compile jobs for arch {arch} are named {job.name!r}; names must be unique"
+                )
             jobs[job.name] = job
     return jobs
 

@@ -1,7 +1,7 @@
 """The process that compiles: JSON lines in, JSON lines out. Started by `pool`, never with TRITON_INTERPRET.
 
-`{"arch": 100}` is answered by the list of jobs, `{"arch": 100, "name": …}` by that job's report and violations or by
-the error it raised. The first line out names the versions.
+`{"arch": 100}` is answered by the list of jobs, `{"arch": 100, "name": …}` by the report and violations of a
+job or by its error. The first line out names the versions.
 """
 
 from __future__ import annotations
@@ -31,7 +31,12 @@ def main(source: str) -> None:
         if arch not in jobs:
             jobs[arch] = collect(arch, source)
         if "name" not in request:
-            answer([{"name": job.name, "kernel": job.kernel, "recipe": job.recipe} for job in jobs[arch].values()])
+            answer(
+                [
+                    {"name": job.name, "kernel": job.kernel, "recipe": job.recipe}
+                    for job in jobs[arch].values()
+                ]
+            )
             continue
         job = jobs[arch][request["name"]]
         try:
@@ -39,7 +44,9 @@ def main(source: str) -> None:
         except Exception as error:
             answer({"error": f"{type(error).__name__}: {error}"})
         else:
-            broken = violations(report, arch=arch, kernel=job.kernel, recipe=job.recipe, contract=job.contract)
+            broken = violations(
+                report, arch=arch, kernel=job.kernel, recipe=job.recipe, contract=job.contract
+            )
             answer({"report": asdict(report), "violations": broken})
 
 

@@ -11,6 +11,8 @@ from megamoe.oracle.reference.layer import (
     matmul_fp32,
     matmul_fp64,
     moe_layer,
+    shared_tensors,
+    slots_by_expert,
     swiglu,
 )
 from megamoe.oracle.reference.quantizers import (
@@ -51,6 +53,8 @@ __all__ = [
     "quantize",
     "requantize",
     "shared_weight_format",
+    "shared_tensors",
+    "slots_by_expert",
     "swiglu",
     "weight_format",
 ]

@@ -62,6 +62,11 @@ class Stages:
     act_q: torch.Tensor
     act_sf: torch.Tensor
 
+    def take(self, rows: torch.Tensor) -> Stages:
+        """The stages of some rows."""
+        act_q = self.act_q.view(torch.uint8)[rows].view(self.act_q.dtype)  # as in `_take`
+        return Stages(self.h[rows], self.act[rows], act_q, self.act_sf[rows])
+
 
 @dataclass
 class LayerTrace:
@@ -121,7 +126,7 @@ def moe_layer(
     routed = _poisoned_stages(spec, num_tokens * top_k, x.device) if full_trace else None
 
     fmt = weight_format(spec.traits)
-    for expert, slots in _slots_by_expert(ids, valid):
+    for expert, slots in slots_by_expert(ids, valid):
         token = slots // top_k
         stages, out = _expert_mlp(
             _take(quantized, token), slot_weights.flatten()[slots], spec, fmt, matmul,
@@ -133,7 +138,7 @@ def moe_layer(
 
     shared = None
     if spec.num_shared_experts:
-        w13, w13_scale, w2, w2_scale = _shared_tensors(weights)
+        w13, w13_scale, w2, w2_scale = shared_tensors(weights)
         ones = torch.ones(num_tokens, device=x.device)
         fmt = shared_weight_format(spec.recipe, w13.dtype)
         shared, out = _expert_mlp(quantized, ones, spec, fmt, matmul, w13, w13_scale, w2, w2_scale)
@@ -201,14 +206,17 @@ def _expert_mlp(
 ) -> tuple[Stages, torch.Tensor]:
     """Rows through one expert: the stages, and GEMM 2's rows in BF16 [n, H]."""
     row = spec.traits
-    h = _gemm(x.q, x.sf, act_format(row), w13, w13_scale, weight, spec.recipe, matmul)
+    # Gate and up are two matrices: no block scale spans both (`PlainWeights`).
+    gate, up = (
+        _gemm(x.q, x.sf, act_format(row), w, sf, weight, spec.recipe, matmul)
+        for w, sf in zip(w13.chunk(2), w13_scale.chunk(2))
+    )
     if x.token_scale is not None:
-        h = h * x.token_scale[:, None]
-    gate, up = h.chunk(2, dim=-1)
+        gate, up = gate * x.token_scale[:, None], up * x.token_scale[:, None]
     act = swiglu(gate, up, spec.recipe.numerics, spec.activation_clamp) * slot_weights[:, None]
     act_q, act_sf = requantize(act, spec.recipe)
     out = _gemm(act_q, act_sf, mid_format(row), w2, w2_scale, weight, spec.recipe, matmul)
-    return Stages(h, act, act_q, act_sf), out.bfloat16()
+    return Stages(torch.cat([gate, up], dim=-1), act, act_q, act_sf), out.bfloat16()
 
 
 def _gemm(
@@ -247,7 +255,7 @@ def _round_to_bf16(x: torch.Tensor) -> torch.Tensor:
     return x.bfloat16().float()
 
 
-def _slots_by_expert(ids: torch.Tensor, valid: torch.Tensor) -> list[tuple[int, torch.Tensor]]:
+def slots_by_expert(ids: torch.Tensor, valid: torch.Tensor) -> list[tuple[int, torch.Tensor]]:
     """(expert, its slots ascending) for every expert that has one."""
     slots = valid.flatten().nonzero().flatten()
     experts, order = ids.flatten()[slots].sort(stable=True)
@@ -283,9 +291,10 @@ def _put(stages: Stages, slots: torch.Tensor, part: Stages) -> None:
     stages.act_sf[slots] = part.act_sf
 
 
-def _shared_tensors(
+def shared_tensors(
     weights: PlainWeights,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """shared_w13, its scale, shared_w2, its scale; `ValueError` where one is None."""
     w13, w13_scale = weights.shared_w13, weights.shared_w13_scale
     w2, w2_scale = weights.shared_w2, weights.shared_w2_scale
     if w13 is None or w13_scale is None or w2 is None or w2_scale is None:
