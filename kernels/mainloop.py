@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from megamoe.kernels.layouts.scale_atoms import load_scale_atoms
-from megamoe.kernels.numerics import e2m1_to_f32, ue8m0_to_f32
+from megamoe.kernels.numerics import e2m1_to_f32
 
 
 @triton.jit
@@ -99,10 +99,12 @@ def _scaled_bf16(values, scale, ROWS: tl.constexpr, PAIRS: tl.constexpr, GROUPS:
 
 @triton.jit
 def _decode_scale(scale, SCALE_FORMAT: tl.constexpr):
+    """Scale bytes → fp32, exact: UE8M0's byte is fp32's exponent field, but for 0, the subnormal 2^-127."""
     if SCALE_FORMAT == "ue4m3":
         return scale.to(tl.float8e4nv, bitcast=True).to(tl.float32)
     else:
-        return ue8m0_to_f32(scale)
+        byte = scale.to(tl.int32)
+        return tl.where(byte == 0, 1 << 22, byte << 23).to(tl.float32, bitcast=True)
 
 
 @triton.jit

@@ -107,3 +107,11 @@ def e2m1_to_f32(code):
     code = code.to(tl.int32)
     bits = ((code & 7) << 22) | ((code & 8) << 28)
     return bits.to(tl.float32, bitcast=True) * _E2M1_UNALIGN
+
+
+@triton.jit
+def e2m1_code_ties_to_zero(x):
+    bits = tl.minimum(tl.maximum(tl.abs(x), 0.0), 6.0).to(tl.int32, bitcast=True)  # max first: NaN → 0
+    magnitude = ((bits + 0x1FFF) & -0x2000).to(tl.float32, bitcast=True)
+    code = ((magnitude * _E2M1_ALIGN).to(tl.int32, bitcast=True) + 0x1FFFFF) >> 22
+    return tl.where((x < 0) & (code != 0), code | 8, code)

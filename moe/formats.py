@@ -1,8 +1,8 @@
 """Encode and decode of the number formats that cross a byte boundary, in plain torch.
 
 Every function is elementwise, keeps the shape and device of its argument and never synchronises. Rounding
-rules are those of the DeepGEMM MegaMoE contract (`sgl-deep-gemm` 0.1.7) and of the PTX `cvt` instructions it is
-built from.
+rules are those of the DeepGEMM MegaMoE contract (`sgl-deep-gemm` 0.1.7) and of the PTX `cvt` instructions that
+it is built from.
 
 =======  ====  ======================================================================================
 format   bits  value
@@ -46,16 +46,16 @@ def encode_e2m1(x: torch.Tensor, ties: Ties) -> torch.Tensor:
 
     `ties="even"` is the hardware's `cvt.rn.satfinite.e2m1x2` (also DeepGEMM's fused requantizer): ties go to
     the even code, the sign of a zero or of a negative that rounds to zero is kept (code 8), NaN becomes +6
-    (code 7). `ties="toward_zero"` is DeepGEMM's pre-dispatch: the code counts the midpoints strictly below |x|,
-    so ties go to the smaller magnitude, −0 is never produced, and NaN becomes 0.
+    (code 7). `ties="toward_zero"` is DeepGEMM's pre-dispatch: the code counts the midpoints strictly below
+    |x|, so ties go to the smaller magnitude, −0 is never produced, and NaN becomes 0.
     """
     _require("x", x, torch.float32)
     if ties not in ("even", "toward_zero"):
         raise ValueError(f"ties={ties!r} is unknown; allowed: 'even', 'toward_zero'")
     midpoints = list(_E2M1_MIDPOINTS)
     if ties == "even":
-        # A midpoint whose lower neighbour has an odd code must round up: move it just below itself in fp32, so
-        # that "strictly below" admits it too.
+        # A midpoint whose lower neighbour has an odd code must round up: move it just below itself in fp32,
+        # so that "strictly below" admits it too.
         midpoints[1::2] = [_fp32_before(midpoint) for midpoint in midpoints[1::2]]
     magnitude = x.abs().contiguous()
     code = torch.bucketize(magnitude, torch.tensor(midpoints, device=x.device), out_int32=True)
@@ -115,9 +115,9 @@ def decode_ue4m3(codes: torch.Tensor) -> torch.Tensor:
 def ue8m0_ceil(raw: torch.Tensor, lo: int, hi: int) -> torch.Tensor:
     """UE8M0 byte (uint8) within [lo, hi] of the smallest power of two ≥ `raw` (fp32, non-negative).
 
-    The byte is the biased exponent field, plus one if the mantissa is not zero, then clamped. Hence 0 gives 0,
-    every subnormal gives 1 (also 2^−127, which byte 0 could hold), and NaN gives `hi`. DeepGEMM's pre-dispatch
-    clamps to [1, 254]; its fused requantizer lets 0 through.
+    The byte is the biased exponent field, plus one if the mantissa is not zero, then clamped. Hence 0 gives
+    0, every subnormal gives 1 (also 2^−127, which byte 0 could hold), and NaN gives `hi`. DeepGEMM's
+    pre-dispatch clamps to [1, 254]; its fused requantizer lets 0 through.
     """
     _require("raw", raw, torch.float32)
     if not 0 <= lo <= hi <= 255:
@@ -129,7 +129,7 @@ def ue8m0_ceil(raw: torch.Tensor, lo: int, hi: int) -> torch.Tensor:
 
 
 def decode_ue8m0(codes: torch.Tensor) -> torch.Tensor:
-    """Exact fp32 value 2^(byte − 127) of UE8M0 bytes (uint8): byte 0 is the subnormal 2^−127, byte 255 NaN."""
+    """Exact fp32 value 2^(byte − 127) of UE8M0 bytes (uint8): 0 is the subnormal 2^−127, 255 is NaN."""
     _require("codes", codes, torch.uint8)
     bits = codes.int() << _FP32_MANTISSA_BITS
     bits = torch.where(codes == 0, 1 << (_FP32_MANTISSA_BITS - 1), bits)
@@ -139,8 +139,8 @@ def decode_ue8m0(codes: torch.Tensor) -> torch.Tensor:
 def ue8m0_inverse(codes: torch.Tensor) -> torch.Tensor:
     """The fp32 factor 2^(127 − byte) that quantizers multiply by, formed as (254 − byte) << 23.
 
-    So byte 254 gives +0.0 instead of 2^−127 and byte 0 gives 2^127. Byte 255 is NaN as a scale and outside the
-    domain; the shift makes −Inf of it.
+    So byte 254 gives +0.0 instead of 2^−127 and byte 0 gives 2^127. Byte 255 is NaN as a scale and outside
+    the domain; the shift makes −Inf of it.
     """
     _require("codes", codes, torch.uint8)
     return ((254 - codes.int()) << _FP32_MANTISSA_BITS).view(torch.float32)

@@ -1,9 +1,9 @@
 """Makes Triton 3.9's CPU interpreter compute what the GPU computes, so that it can judge bytes.
 
 As shipped, the interpreter truncates fp32 → BF16 (the GPU rounds to nearest even), rounds fp32 → FP8 half up,
-overflows FP8 into other values' codes, decodes the NaN of E4M3 as ±480, sends BF16 operands of `tl.dot_scaled`
-through FP16, reads UE4M3 scales as UE8M0, and multiplies the raw bits of BF16 operands of `tl.dot`. `install`
-replaces the three private functions behind these and the interpreter's `create_dot`:
+overflows FP8 into other values' codes, decodes the NaN of E4M3 as ±480, sends BF16 operands of
+`tl.dot_scaled` through FP16, reads UE4M3 scales as UE8M0, and multiplies the raw bits of BF16 operands of
+`tl.dot`. `install` replaces the three private functions behind these and the interpreter's `create_dot`:
 
 ===============================  =============================================================================
 `_convert_float`                 between fp32, BF16, FP16, E4M3 and E5M2: round to nearest even like
@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import inspect
 import sys
-from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -53,8 +52,8 @@ _MARK = "megamoe_exact_conversions"
 def install() -> None:
     """Patch the interpreter of this process; calling it again does nothing.
 
-    Raises `RuntimeError` when triton was imported without TRITON_INTERPRET=1 (its own library is then compiled,
-    not interpreted), or when this Triton's interpreter lacks the private functions that are replaced.
+    Raises `RuntimeError` when triton was imported without TRITON_INTERPRET=1 (its own library is then
+    compiled, not interpreted), or when this Triton's interpreter lacks the private functions it replaces.
     """
     if is_active():
         return
@@ -106,8 +105,8 @@ def is_active() -> bool:
     return hasattr(sys.modules.get("triton.runtime.interpreter"), _MARK)
 
 
-def _interpreter_module() -> ModuleType:
-    """Triton's interpreter module, after making sure that it is in use and is the one this file knows."""
+def _interpreter_module() -> Any:
+    """Triton's interpreter module (`Any`: its private names are replaced), after making sure that it is in use and is the one this file knows."""
     import triton
     import triton.language as tl
     from triton.runtime import interpreter, jit
@@ -127,8 +126,8 @@ def _interpreter_module() -> ModuleType:
     return interpreter
 
 
-def _parameters(module: ModuleType, path: str) -> tuple[str, ...] | None:
-    target: Any = module
+def _parameters(module: Any, path: str) -> tuple[str, ...] | None:
+    target = module
     for name in path.split("."):
         target = getattr(target, name, None)
     return tuple(inspect.signature(target).parameters) if callable(target) else None
