@@ -20,10 +20,11 @@ def combine_kernel(
 ):  # fmt: skip
     """out[t] = BF16(Σ_k rows[t, k] over valid ids (ascending k) + shared row), fp32 from +0, rounded once.
 
-    One program per BLOCK_T tokens × BLOCK_H columns; its loads are 16 bytes wide and independent of each other.
-    Rows of slots without a valid id are never read: GEMM 2 did not write them. They count as +0, which changes
-    no sum: one that starts at +0 is never −0. Additions only, so there is nothing to fuse, and every token is
-    summed in the same order whatever the batch. Safe: programs write disjoint ranges and read only inputs.
+    One program per BLOCK_T tokens × BLOCK_H columns; its loads are 16 bytes wide and independent of each
+    other. Rows of slots without a valid id are never read: GEMM 2 did not write them. They count as +0,
+    which changes no sum: one that starts at +0 is never −0. Additions only, so there is nothing to fuse, and
+    every token is summed in the same order whatever the batch. Safe: programs write disjoint ranges and read
+    only inputs.
     """
     SLOTS: tl.constexpr = TOP_K + (1 if SHARED else 0)
     token = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
@@ -42,9 +43,7 @@ def combine_kernel(
     tl.store(out + token[:, None] * H + col[None, :], total.to(tl.bfloat16), mask=live[:, None] & in_row)
 
 
-def combine(
-    rows: torch.Tensor, topk_ids: torch.Tensor, out: torch.Tensor, *, num_experts: int, shared: bool
-) -> None:
+def combine(rows: torch.Tensor, topk_ids: torch.Tensor, out: torch.Tensor, *, num_experts: int, shared: bool) -> None:
     """out BF16 [T, H] = the sum of each token's rows, BF16 [T, K, H] or, with a last shared one, [T, K+1, H].
 
     topk_ids [T, K], int32 or int64; ids outside [0, num_experts) contribute nothing. All contiguous, H a
@@ -63,8 +62,7 @@ def combine(
             raise ValueError(f"{name} is on {tensor.device}, out on {out.device}")
     if topk_ids.dim() != 2 or out.dim() != 2 or out.shape[0] != topk_ids.shape[0]:
         raise ValueError(
-            f"topk_ids has shape {tuple(topk_ids.shape)}, out {tuple(out.shape)}; "
-            f"they must be [T, K] and [T, H]"
+            f"topk_ids has shape {tuple(topk_ids.shape)}, out {tuple(out.shape)}; they must be [T, K] and [T, H]"
         )
     num_tokens, top_k = topk_ids.shape
     hidden = out.shape[1]

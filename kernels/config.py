@@ -125,7 +125,7 @@ def choose_config(spec: LayerSpec, arch: int, num_tokens: int) -> LayerConfig:
     if mma == "block":
         gate_up_k, down_k = traits.act_group, traits.mid_group
     elif mma == "decoded":
-        gate_up_k = down_k = 64  # more of it spills
+        gate_up_k = down_k = 128 if few_rows else 64  # beside 256 columns, more of it spills
     else:
         gate_up_k = down_k = 256 if arch == 100 and traits.act == "e2m1" else 128
     if arch == INTERPRETER:
@@ -138,7 +138,7 @@ def choose_config(spec: LayerSpec, arch: int, num_tokens: int) -> LayerConfig:
         tile = _Tile(64, 128, num_warps=4, num_stages=4)
         down = _Tile(64, 128, num_warps=8, num_stages=5) if few_rows else tile
     elif few_rows:
-        tile = down = _Tile(64, 128, num_warps=4, num_stages=4)
+        tile = down = _Tile(64, 128, num_warps=4, num_stages=3)
     else:
         tile = down = _Tile(128, 256, num_warps=8, num_stages=4)
     return LayerConfig(tile.gemm(gate_up_k, mma), down.gemm(down_k, mma))

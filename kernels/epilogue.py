@@ -28,8 +28,8 @@ RECIPROCAL_6 = tl.constexpr(1 / 6)
 def swiglu(gate, up, weight, clamp, ROUND_BF16: tl.constexpr, HAS_CLAMP: tl.constexpr):
     """silu(min(gate, c)) · clamp(up, −c, c) · weight on fp32 tiles; `weight` must broadcast against them.
 
-    `clamp` comes from `clamp_argument`. A BF16 clamp of BF16 values is the same comparison in fp32. Comparisons instead of
-    minimum and maximum fix what becomes of −0 and of NaN: a NaN gate gives c, a NaN up −c (SM100) or c (SM90).
+    `clamp` comes from `clamp_argument`. A BF16 clamp of BF16 values is the same comparison in fp32. Comparisons instead
+    of minimum and maximum fix what becomes of −0 and of NaN: a NaN gate gives c, a NaN up −c (SM100) or c (SM90).
     """
     if ROUND_BF16:
         gate = gate.to(tl.bfloat16).to(tl.float32)
@@ -96,7 +96,11 @@ def store_fp4(
     high = e2m1_code_rne(scale_columns(odd, inverse, ROWS, PAIRS, GROUP // 2))
     packed = (low | (high << 4)).to(tl.uint8)
     pairs = col // 2 + tl.arange(0, PAIRS)
-    tl.store(q + rows[:, None] * (n_cols // 2) + pairs[None, :], packed, mask=live[:, None] & (pairs < n_cols // 2)[None, :])
+    tl.store(
+        q + rows[:, None] * (n_cols // 2) + pairs[None, :],
+        packed,
+        mask=live[:, None] & (pairs < n_cols // 2)[None, :],
+    )
     groups = col // GROUP + tl.arange(0, 2 * PAIRS // GROUP)
     sf_live = live[:, None] & (groups * GROUP < n_cols)[None, :]
     tl.store(sf + rows[:, None] * sf_stride + groups[None, :], byte, mask=sf_live)
@@ -223,7 +227,10 @@ def compile_jobs(arch: int) -> list[CompileJob]:
     jobs = []
     for recipe in SERVED:
         t = traits(recipe)
-        q, sf = ("*u8" if t.act == "e2m1" else "*fp8e4nv"), ("*fp32" if t.mid_scale_format == "fp32" else "*u8")
+        q, sf = (
+            ("*u8" if t.act == "e2m1" else "*fp8e4nv"),
+            ("*fp32" if t.mid_scale_format == "fp32" else "*u8"),
+        )
         signature = {
             "acc": "*fp32", "factor": "*fp32", "weight": "*fp32", "q": q, "sf": sf, "num_rows": "i32", "clamp": "fp32",
         }  # fmt: skip

@@ -207,7 +207,20 @@ def expert_tile(
     """One accumulator tile by the K loop that `MMA` names (`kernels.config.GemmConfig.mma`)."""
     if MMA == "block":
         acc = block_loop(
-            a, a_rows, a_live, a_sf, a_sf_stride, b, b_first, n_rows, b_sf, b_sf_rows, K, BLOCK_M, BLOCK_N, BLOCK_K
+            a,
+            a_rows,
+            a_live,
+            a_sf,
+            a_sf_stride,
+            b,
+            b_first,
+            n_rows,
+            b_sf,
+            b_sf_rows,
+            K,
+            BLOCK_M,
+            BLOCK_N,
+            BLOCK_K,
         )
     elif MMA == "decoded":
         acc = decoded_loop(

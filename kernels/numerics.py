@@ -1,10 +1,11 @@
-"""Device functions for the number formats: E4M3, E2M1 codes, UE8M0 exponents. Plain `tl` operations throughout.
+"""Device functions for the number formats: E4M3, E2M1 codes, UE8M0 exponents. Plain `tl` operations only.
 
-They run as they are under the CPU interpreter (with `megamoe.oracle.interpreter`) and on the GPU, and agree there bit
-for bit, NaN included. Kernels that use them must be launched with `enable_fp_fusion=False` where bytes are a contract.
+They run as they are under the CPU interpreter (with `megamoe.oracle.interpreter`) and on the GPU, and agree there
+bit for bit, NaN included. Kernels that use them must be launched with `enable_fp_fusion=False` where bytes are a
+contract.
 
-Source of the rules: DeepGEMM MegaMoE of `sgl-deep-gemm` 0.1.7 (E2M1 ties toward zero in the pre-dispatch, to even in
-the fused requantization) and the PTX conversions `cvt.rn.satfinite.{e4m3x2,e2m1x2}`.
+Source of the rules: DeepGEMM MegaMoE of `sgl-deep-gemm` 0.1.7 (E2M1 ties toward zero in the pre-dispatch, to even
+in the fused requantization) and the PTX conversions `cvt.rn.satfinite.{e4m3x2,e2m1x2}`.
 """
 
 from __future__ import annotations
@@ -12,8 +13,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-# 2^-126 moves 1.0, the smallest normal E2M1 number, onto the smallest normal fp32 number, so that E2M1's subnormals
-# become fp32 subnormals and a code is the top bits of an fp32 number.
+# 2^-126 moves 1.0, the smallest normal E2M1 number, onto the smallest normal fp32 number, so that E2M1's
+# subnormals become fp32 subnormals and a code is the top bits of an fp32 number.
 _E2M1_ALIGN = tl.constexpr(2.0**-126)
 _E2M1_UNALIGN = tl.constexpr(2.0**126)
 _STEP_EXPONENT = tl.constexpr(22 << 23)  # times 2^22: a number whose last place is 0.5 for |x| in [1, 2)
@@ -22,7 +23,7 @@ _ONE_BITS = tl.constexpr(127 << 23)
 
 @triton.jit
 def f32_to_e4m3(x):
-    """fp32 → `tl.float8e4nv`: nearest even, saturating to ±448 (±Inf too), −0 kept, NaN → 0x7F whatever its sign.
+    """fp32 → `tl.float8e4nv`: nearest even, saturating to ±448 (±Inf too), −0 kept, NaN of any sign → 0x7F.
 
     On NVIDIA GPUs this is `cvt.rn.satfinite.e4m3x2.f32`.
     """
@@ -31,7 +32,7 @@ def f32_to_e4m3(x):
 
 @triton.jit
 def e4m3_to_f32(x):
-    """`tl.float8e4nv` → fp32, exact. A UE4M3 scale byte is read by `.to(tl.float8e4nv, bitcast=True)` first."""
+    """`tl.float8e4nv` → fp32, exact. UE4M3 scale bytes take `.to(tl.float8e4nv, bitcast=True)` first."""
     return x.to(tl.float32)
 
 
@@ -39,8 +40,8 @@ def e4m3_to_f32(x):
 def ue8m0_ceil(raw, LO: tl.constexpr, HI: tl.constexpr):
     """Byte (as int32) of the smallest power of two ≥ `raw`, an fp32 ≥ 0, clamped to [LO, HI].
 
-    Byte b stands for 2^(b−127). It is the exponent field of `raw`, plus one where the mantissa is not zero; subnormal
-    `raw` gives 1, Inf and NaN give HI.
+    Byte b stands for 2^(b−127). It is the exponent field of `raw`, plus one where the mantissa is not zero;
+    subnormal `raw` gives 1, Inf and NaN give HI.
     """
     bits = raw.to(tl.int32, bitcast=True)
     byte = (bits >> 23) + tl.where((bits & 0x7FFFFF) != 0, 1, 0)
@@ -55,11 +56,11 @@ def ue8m0_inverse(byte):
 
 @triton.jit
 def e2m1_code_rne(x):
-    """fp32 → E2M1 code (int32, 0 … 15): nearest even, saturating to ±6, −0 and negative underflow → 8, NaN → 7.
+    """fp32 → E2M1 code (int32, 0 … 15): nearest even, saturating; −0 and negative underflow → 8, NaN → 7.
 
-    What `cvt.rn.satfinite.e2m1x2.f32` writes. Adding 2^(22+e), where 2^e ≤ |x| < 2^(e+1) and e ≥ 0, rounds |x| once to
-    E2M1's step in that binade, because fp32's last place is then exactly that step. The rounded value has at most two
-    significant bits; as an fp32 number scaled by 2^-126 its top bits are the code (0 and 0.5 are subnormal in both).
+    What `cvt.rn.satfinite.e2m1x2.f32` writes. Adding 2^(22+e), where 2^e ≤ |x| < 2^(e+1) and e ≥ 0, rounds |x|
+    once to E2M1's step in that binade, because fp32's last place is then exactly that step. The rounded value has
+    at most two significant bits, so that the alignment is exact.
     """
     x = tl.maximum(tl.minimum(x, 6.0), -6.0)  # min first: NaN → 6
     bits = x.to(tl.int32, bitcast=True)
@@ -70,48 +71,41 @@ def e2m1_code_rne(x):
 
 
 @triton.jit
-def e2m1_pack_ties_to_zero(v, inverse, BF16_PRODUCT: tl.constexpr):
-    """Eight fp32 tensors → uint32 of the E2M1 codes of v[i]·inverse, code i in bits 4i … 4i+3; DeepGEMM's encoder.
+def e2m1_pack_ties_to_zero(v, inverse, SHORT: tl.constexpr):
+    """Eight fp32 tensors → uint32 of the E2M1 codes of v[i]·inverse, code i in bits 4i … 4i+3.
 
-    Nearest, ties to the smaller magnitude (the code counts the thresholds .25, .75, 1.25, 1.75, 2.5, 3.5 and 5
-    strictly below the magnitude), saturating; −0 is never produced; NaN gives 0. The product is rounded to fp32.
-    |v[i]·inverse| must be below 10 or NaN.
+    DeepGEMM's encoder: nearest, ties to the smaller magnitude (the code counts the thresholds .25, .75, 1.25,
+    1.75, 2.5, 3.5 and 5 strictly below the magnitude), saturating; −0 is never produced; NaN gives 0. The product
+    is rounded to fp32. |v[i]·inverse| must be below 10, or NaN.
 
-    `BF16_PRODUCT` promises that the product keeps v's eight significant bits (`inverse` is a power of two). Otherwise
-    the magnitude is first rounded *up* to 11 significant bits: every threshold has fewer, so "strictly above" is
-    unchanged. Times 2^-126 it is then exact where it matters (magnitudes from 2^-12 on; smaller ones stay below .25),
-    and adding half a unit less one of bit 22, the last bit of the code, rounds half down. A magnitude in (7, 10) counts
-    as 8, which becomes 7 when all eight codes are there.
+    SHORT promises products of at most 11 significant bits (a BF16 number times a power of two). Otherwise the
+    magnitude is first rounded *up* to 11 bits: every threshold has fewer, so "strictly above" is unchanged. Aligned,
+    it is exact where that matters (from 2^-12 on; what is smaller stays below .25), and adding 2^21 − 1, half a
+    unit of the code's last bit (bit 22) less one, rounds half down. Magnitudes in (7, 10) count as 8, which becomes
+    7 when all eight codes are there.
 
-    Cost on SM90: about 8 instructions per element (10 without BF16_PRODUCT), 5 (7) of them at half rate. The clamp to
-    [0, 1] is there for NaN and is free: ptxas folds it into FMUL.SAT. Shift and insert are one funnel shift.
+    On SM90 about 8 instructions per element (10 unless SHORT), most of them at half rate. The clamp to [0, 1]
+    serves NaN alone and is free: ptxas folds it into FMUL.SAT. Shifting and inserting is one funnel shift.
     """
     codes = tl.zeros_like(inverse).to(tl.uint32, bitcast=True)
     signs = codes
     for i in tl.static_range(7, -1, -1):
         magnitude = tl.abs(v[i]) * inverse
-        if not BF16_PRODUCT:
-            magnitude = ((magnitude.to(tl.int32, bitcast=True) + 0x1FFF) & -0x2000).to(tl.float32, bitcast=True)
+        if not SHORT:
+            bits = magnitude.to(tl.int32, bitcast=True)
+            magnitude = ((bits + 0x1FFF) & -0x2000).to(tl.float32, bitcast=True)
         aligned = tl.minimum(tl.maximum(magnitude * _E2M1_ALIGN, 0.0), 1.0)  # max first: NaN → 0
-        top = aligned.to(tl.uint32, bitcast=True) * 64 + 0x7FFFFC0  # (bits + 2^21 − 1) << 6: the code in bits 28 … 31
+        top = (aligned.to(tl.uint32, bitcast=True) + 0x1FFFFF) << 6  # the code in bits 28 … 31
         codes = (codes << 4) | (top >> 28)
         signs = (signs << 4) | (v[i].to(tl.uint32, bitcast=True) >> 28)
-    if not BF16_PRODUCT:
+    if not SHORT:
         codes -= (codes & 0x88888888) >> 3
     return codes | (signs & (codes + 0x77777777) & 0x88888888)  # code + 7 reaches bit 3 unless the code is 0
 
 
 @triton.jit
 def e2m1_to_f32(code):
-    """E2M1 code (an integer, bits 0 … 3) → fp32, exact: its three magnitude bits are the top of an fp32 at 2^-126."""
+    """E2M1 code (an integer, bits 0 … 3) → fp32, exact: its magnitude bits are the top of an fp32 at 2^-126."""
     code = code.to(tl.int32)
     bits = ((code & 7) << 22) | ((code & 8) << 28)
     return bits.to(tl.float32, bitcast=True) * _E2M1_UNALIGN
-
-
-@triton.jit
-def e2m1_code_ties_to_zero(x):
-    bits = tl.minimum(tl.maximum(tl.abs(x), 0.0), 6.0).to(tl.int32, bitcast=True)  # max first: NaN → 0
-    magnitude = ((bits + 0x1FFF) & -0x2000).to(tl.float32, bitcast=True)
-    code = ((magnitude * _E2M1_ALIGN).to(tl.int32, bitcast=True) + 0x1FFFFF) >> 22
-    return tl.where((x < 0) & (code != 0), code | 8, code)

@@ -104,8 +104,8 @@ def build_plan(
     num_tiles = max_tiles(num_slots, num_experts, block_m)
     if plan.sorted_slots.numel() < num_slots or plan.tiles.shape[0] < num_tiles:
         raise ValueError(
-            f"plan holds {plan.sorted_slots.numel()} slots and {plan.tiles.shape[0]} tiles; topk_ids of shape "
-            f"{tuple(topk_ids.shape)} with block_m={block_m} needs {num_slots} and {num_tiles}"
+            f"plan holds {plan.sorted_slots.numel()} slots and {plan.tiles.shape[0]} tiles; topk_ids of "
+            f"shape {tuple(topk_ids.shape)} with block_m={block_m} needs {num_slots} and {num_tiles}"
         )
     if plan.expert_offsets.numel() != num_experts + 1:
         raise ValueError(

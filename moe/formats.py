@@ -1,8 +1,8 @@
 """Encode and decode of the number formats that cross a byte boundary, in plain torch.
 
 Every function is elementwise, keeps the shape and device of its argument and never synchronises. Rounding
-rules are those of the DeepGEMM MegaMoE contract (`sgl-deep-gemm` 0.1.7) and of the PTX `cvt` instructions that
-it is built from.
+rules are those of the DeepGEMM MegaMoE contract (`sgl-deep-gemm` 0.1.7) and of the PTX `cvt` instructions
+that it is built from.
 
 =======  ====  ======================================================================================
 format   bits  value
@@ -84,10 +84,10 @@ def unpack_e2m1(packed: torch.Tensor) -> torch.Tensor:
 def encode_e4m3(x: torch.Tensor) -> torch.Tensor:
     """fp32 to `float8_e4m3fn` as `cvt.rn.satfinite.e4m3x2` does it.
 
-    Nearest, ties to even, −0 kept; magnitudes above 448 and ±Inf become ±448 (a plain torch cast makes those
-    NaN); NaN of either sign becomes 0x7F.
+    Nearest, ties to even, −0 kept; magnitudes above 448 and ±Inf become ±448; NaN becomes 0x7F.
     """
     _require("x", x, torch.float32)
+    # Torch's own cast saturates in 2.13; older ones, which we support, turn what is above 464 into NaN.
     code = x.clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn).view(torch.uint8)
     return torch.where(x.isnan(), 0x7F, code).view(torch.float8_e4m3fn)
 

@@ -1,7 +1,8 @@
 """The pre-dispatch's quantization alone: BF16 rows to elements and block scales, bit for bit.
 
-On a GPU, or under Triton's interpreter, the pre-dispatch kernel runs; elsewhere the reference, which it
-equals.
+Contract: DeepGEMM MegaMoE of `sgl-deep-gemm` 0.1.7. On a GPU, or under Triton's interpreter, the pre-dispatch kernel
+runs; elsewhere the reference, which it equals. Rows of x may be strided. Every function raises `TypeError` (type,
+dtype) or `ValueError` (shape, group, floor), naming the argument, before anything runs.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ from megamoe.backends.triton import device_unsupported_reason
 MX_GROUPS = (32, 64, 128)
 NVFP4_GROUP = 16
 FP8_GROUP = 128
+LEAST_FLOOR = 1e-30
+"""Smallest `amax_floor` of the kinds with fp32 scales: zeros alone must have a scale with a reciprocal."""
 
 
 def quantize_mxfp8(
@@ -23,8 +26,8 @@ def quantize_mxfp8(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """x BF16 [n, H] to (q float8_e4m3fn [n, H], sf uint8 [n, H/group] UE8M0 bytes).
 
-    Group 32, 64 or 128 divides H. `amax_floor` is the least magnitude a group's scale is made for; None:
-    DeepGEMM's 1e-4.
+    Columns per scale: 32, 64 or 128, a divisor of H. `amax_floor` >= 0 is the least magnitude that a group's scale is
+    made for; None: DeepGEMM's 1e-4. Nearest even, saturating; NaN becomes 0x7F.
     """
     q, sf, _ = _quantize(x, "mxfp8", group, amax_floor)
     return q, sf
@@ -35,8 +38,8 @@ def quantize_mxfp4(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """x BF16 [n, H] to (q uint8 [n, H/2] packed E2M1, sf uint8 [n, H/group] UE8M0 bytes).
 
-    Ties round toward zero and −0 is never produced, as DeepGEMM 0.1.7 does. Other arguments as
-    `quantize_mxfp8`.
+    Low nibble = even column. Ties round toward zero, −0 is never produced and NaN becomes 0, as in DeepGEMM 0.1.7.
+    Other arguments as `quantize_mxfp8`.
     """
     q, sf, _ = _quantize(x, "mxfp4", group, amax_floor)
     return q, sf
@@ -45,10 +48,10 @@ def quantize_mxfp4(
 def quantize_nvfp4(
     x: torch.Tensor, *, amax_floor: float | None = None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """x BF16 [n, H] to (q uint8 [n, H/2] packed E2M1, sf uint8 [n, H/16] UE4M3 bytes, token_scale float32
-    [n]).
+    """x BF16 [n, H] to (q uint8 [n, H/2] packed E2M1, sf uint8 [n, H/16] UE4M3 bytes, token_scale float32 [n]).
 
-    An element is worth E2M1 · UE4M3 · token_scale. `amax_floor` is the whole row's; None: DeepGEMM's 1e-4.
+    An element is worth E2M1 · UE4M3 · token_scale; E2M1 as in `quantize_mxfp4`. `amax_floor` >= 1e-30 is that of the
+    whole row; None: DeepGEMM's 1e-4.
     """
     q, sf, token_scale = _quantize(x, "nvfp4", NVFP4_GROUP, amax_floor)
     assert token_scale is not None
@@ -58,7 +61,10 @@ def quantize_nvfp4(
 def quantize_fp8_block128(
     x: torch.Tensor, *, amax_floor: float | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """x BF16 [n, H] to (q float8_e4m3fn [n, H], sf float32 [n, H/128]); the default floor is 1e-10."""
+    """x BF16 [n, H] to (q float8_e4m3fn [n, H], sf float32 [n, H/128], scales that are no powers of two).
+
+    `amax_floor` >= 1e-30 is that of a group; None: DeepGEMM's 1e-10. Elements as in `quantize_mxfp8`.
+    """
     q, sf, _ = _quantize(x, "fp8_block128", FP8_GROUP, amax_floor)
     return q, sf
 
@@ -73,8 +79,9 @@ def _quantize(
     if hidden == 0 or hidden % group:
         raise ValueError(f"x has {hidden} columns; expected a positive multiple of the scale group {group}")
     if amax_floor is not None:
-        allowed = "None or a finite number > 0"
-        if not 0 < validation.check_number("amax_floor", amax_floor, allowed) < math.inf:
+        least = 0.0 if kind.startswith("mx") else LEAST_FLOOR
+        allowed = f"None or a finite number >= {least}"
+        if not least <= validation.check_number("amax_floor", amax_floor, allowed) < math.inf:
             raise ValueError(f"amax_floor is {amax_floor}; allowed: {allowed}")
     if device_unsupported_reason(x.device) is not None:
         from megamoe.oracle import reference

@@ -247,10 +247,20 @@ def check_hidden_states(value: object, hidden: int, device: torch.device) -> tor
 def check_routing(
     topk_ids: object, topk_weights: object, num_tokens: int, top_k: int, device: torch.device
 ) -> None:
-    """Ids int32/int64 and weights float32, both [T, K]."""
+    """Ids int32/int64 and weights float32, both [T, K] and contiguous."""
     shape, axes = (num_tokens, top_k), "[T, K]"
-    check_tensor("topk_ids", topk_ids, dtypes=ID_DTYPES, shape=shape, axes=axes, device=device)
-    check_tensor("topk_weights", topk_weights, dtypes=(torch.float32,), shape=shape, axes=axes, device=device)
+    check_tensor(
+        "topk_ids", topk_ids, dtypes=ID_DTYPES, shape=shape, axes=axes, device=device, contiguous=True
+    )
+    check_tensor(
+        "topk_weights",
+        topk_weights,
+        dtypes=(torch.float32,),
+        shape=shape,
+        axes=axes,
+        device=device,
+        contiguous=True,
+    )
 
 
 def check_output(value: object, num_tokens: int, hidden: int, device: torch.device) -> torch.Tensor:

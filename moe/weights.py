@@ -98,9 +98,7 @@ def _transform(
     if traits(recipe).weight_scale_format == "fp32":
         (w13, w13_scale), (w2, w2_scale) = transform_weights_sm90((w13, w13_scale), (w2, w2_scale))
     else:
-        (w13, w13_scale), (w2, w2_scale) = transform_weights_sm100(
-            (w13, w13_scale), (w2, w2_scale), recipe.mma_type
-        )
+        (w13, w13_scale), (w2, w2_scale) = transform_weights_sm100((w13, w13_scale), (w2, w2_scale), recipe.mma_type)
     return ExpertMatrices(w13, w13_scale, w2, w2_scale)
 
 

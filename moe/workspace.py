@@ -38,9 +38,7 @@ class Workspace:
     rows: torch.Tensor
 
     @classmethod
-    def allocate(
-        cls, spec: LayerSpec, max_tokens: int, device: torch.device | str, *, min_block_m: int
-    ) -> Workspace:
+    def allocate(cls, spec: LayerSpec, max_tokens: int, device: torch.device | str, *, min_block_m: int) -> Workspace:
         """Uninitialised buffers; the tile list is sized for tiles of at least `min_block_m` rows."""
         t = spec.traits
         slots = max_tokens * spec.top_k

@@ -63,9 +63,7 @@ def install() -> None:
     stock_operand = stock._mxfp_value_handle_to_float32
     stock_dot = stock.InterpreterBuilder.create_dot
 
-    def convert_float(
-        input: np.ndarray, input_dtype: Any, output_dtype: Any, rounding_mode: Any
-    ) -> np.ndarray:
+    def convert_float(input: np.ndarray, input_dtype: Any, output_dtype: Any, rounding_mode: Any) -> np.ndarray:
         known = input_dtype.name in _TORCH_DTYPES and output_dtype.name in _TORCH_DTYPES
         # None is the interpreter's own "no choice": plain widening, or fp32 → BF16, which rounds to nearest.
         if known and (rounding_mode is None or rounding_mode.name == "RTNE"):
@@ -79,13 +77,11 @@ def install() -> None:
 
     def operand_to_f32(value_handle: Any) -> np.ndarray:
         name = value_handle.dtype.scalar.name
-        return (
-            _widen(value_handle.data, name).numpy() if name in _TORCH_DTYPES else stock_operand(value_handle)
-        )
+        if name in _TORCH_DTYPES:
+            return _widen(value_handle.data, name).numpy()
+        return stock_operand(value_handle)  # packed E2M1
 
-    def create_dot(
-        self: Any, a: Any, b: Any, d: Any, input_precision: Any, max_num_imprecise_acc: Any
-    ) -> Any:
+    def create_dot(self: Any, a: Any, b: Any, d: Any, input_precision: Any, max_num_imprecise_acc: Any) -> Any:
         def widened(operand: Any) -> Any:
             if operand.dtype.scalar.name != "bf16":
                 return operand
@@ -106,7 +102,7 @@ def is_active() -> bool:
 
 
 def _interpreter_module() -> Any:
-    """Triton's interpreter module (`Any`: its private names are replaced), after making sure that it is in use and is the one this file knows."""
+    """Triton's interpreter module, after making sure that it is in use and is the one this file knows."""
     import triton
     import triton.language as tl
     from triton.runtime import interpreter, jit
@@ -114,8 +110,7 @@ def _interpreter_module() -> Any:
     # Triton decides for each function where it is decorated, hence for its own library at import.
     if isinstance(tl.zeros, jit.JITFunction) or not triton.knobs.runtime.interpret:
         raise RuntimeError(
-            "triton runs without its interpreter: "
-            "TRITON_INTERPRET=1 must be set before triton is first imported"
+            "triton runs without its interpreter: TRITON_INTERPRET=1 must be set before triton is first imported"
         )
     unknown = [path for path, expected in _PATCHED.items() if _parameters(interpreter, path) != expected]
     if unknown:
@@ -153,6 +148,6 @@ def _narrow(values: torch.Tensor, name: str) -> np.ndarray:
 
 
 def _bits(values: torch.Tensor, nan: torch.Tensor, canonical_nan: int) -> np.ndarray:
-    """Unsigned bits of `values`; where `nan`, the NaN that `cvt` writes (torch's is another one)."""
+    """Unsigned bits of `values`; where `nan`, the NaN that `cvt` writes (torch's varies with the CPU)."""
     unsigned = {1: (torch.uint8, np.uint8), 2: (torch.int16, np.uint16)}[values.element_size()]
     return torch.where(nan, canonical_nan, values.view(unsigned[0])).numpy().view(unsigned[1])

@@ -111,9 +111,7 @@ def random_weights(spec: LayerSpec, generator: torch.Generator) -> PlainWeights:
     fmt = shared_weight_format(spec.recipe, dtype)
     shared13, shared13_scale = _stacked(1, 2, shared_width, hidden, fmt, generator)
     shared2, shared2_scale = _stacked(1, 1, hidden, shared_width, fmt, generator)
-    return PlainWeights(
-        w13, w13_scale, w2, w2_scale, shared13[0], shared13_scale[0], shared2[0], shared2_scale[0]
-    )
+    return PlainWeights(w13, w13_scale, w2, w2_scale, shared13[0], shared13_scale[0], shared2[0], shared2_scale[0])
 
 
 def random_inputs(spec: LayerSpec, tokens: int, generator: torch.Generator, *, masked: float = 0.0) -> Inputs:

@@ -5,7 +5,14 @@ import itertools
 
 import pytest
 
-from megamoe.kernels.config import ARCHITECTURES, INTERPRETER, GemmConfig, LayerConfig, choose_config, illegal_reason
+from megamoe.kernels.config import (
+    ARCHITECTURES,
+    INTERPRETER,
+    GemmConfig,
+    LayerConfig,
+    choose_config,
+    illegal_reason,
+)
 from megamoe.kernels.operands import default_specs
 from megamoe.spec import LayerSpec
 
@@ -19,7 +26,10 @@ def test_heuristic_only_picks_legal_configs(mma_type: str, arch: int) -> None:
     spec = SPECS[mma_type]
     for num_tokens, experts, shared in itertools.product(TOKENS, (6, 8, 256, 1024), (0, 1, 2)):
         layer = dataclasses.replace(
-            spec, num_experts=experts, num_shared_experts=shared, shared_weight=spec.shared_weight if shared else None
+            spec,
+            num_experts=experts,
+            num_shared_experts=shared,
+            shared_weight=spec.shared_weight if shared else None,
         )
         config = choose_config(layer, arch, num_tokens)
         assert illegal_reason(config, layer, arch) is None, (num_tokens, experts, shared, config)
@@ -63,9 +73,7 @@ ILLEGAL = {
 def test_illegal_configs_say_what_is_wrong(case: Illegal) -> None:
     spec = SPECS[case.mma_type]
     good = choose_config(spec, case.arch, 8192)
-    bad = LayerConfig(
-        dataclasses.replace(good.gate_up, **case.change), dataclasses.replace(good.down, **case.change)
-    )
+    bad = LayerConfig(dataclasses.replace(good.gate_up, **case.change), dataclasses.replace(good.down, **case.change))
     reason = illegal_reason(bad, spec, case.arch)
     assert reason is not None
     assert case.says in reason

@@ -18,9 +18,7 @@ st = hypothesis.strategies
 
 E2M1_GRID = np.array([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
 # Written out from the definition of the format: 4 exponent bits of bias 7, 3 mantissa bits, 0x7F is NaN.
-E4M3_GRID = np.array(
-    [math.ldexp(c & 7, -9) if c < 8 else math.ldexp(8 | (c & 7), (c >> 3) - 10) for c in range(127)]
-)
+E4M3_GRID = np.array([math.ldexp(c & 7, -9) if c < 8 else math.ldexp(8 | (c & 7), (c >> 3) - 10) for c in range(127)])
 NAN_BITS = (0x7FC00000, 0x7F800001, 0xFFC00000, 0xFFFFFFFF)
 
 
@@ -88,9 +86,7 @@ def test_e2m1_decodes_every_code(device: str) -> None:
     codes = torch.arange(16, dtype=torch.uint8)
     expected = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
     same_values(formats.decode_e2m1(codes.to(device)), expected)
-    same_values(
-        formats.decode_e2m1(codes.to(device)), codes.numpy().view(ml_dtypes.float4_e2m1fn).astype(float)
-    )
+    same_values(formats.decode_e2m1(codes.to(device)), codes.numpy().view(ml_dtypes.float4_e2m1fn).astype(float))
 
 
 def test_e2m1_decode_reads_the_low_nibble_only(device: str) -> None:
@@ -109,9 +105,7 @@ def test_e2m1_encode_inverts_decode(ties: formats.Ties, device: str) -> None:
 @pytest.mark.parametrize("ties", ["even", "toward_zero"])
 @pytest.mark.parametrize("inputs", ["boundaries", "all_bf16", "random_fp32"])
 def test_e2m1_encodes_to_the_nearest_code(inputs: str, ties: formats.Ties, device: str) -> None:
-    x = {"boundaries": boundaries(E2M1_GRID), "all_bf16": all_bf16(), "random_fp32": random_fp32(100_000)}[
-        inputs
-    ]
+    x = {"boundaries": boundaries(E2M1_GRID), "all_bf16": all_bf16(), "random_fp32": random_fp32(100_000)}[inputs]
     x = x[~x.isnan()]
     code = nearest_code(x, E2M1_GRID, ties)
     negative = sign_bit(x) & ((code != 0) | (ties == "even"))
@@ -190,9 +184,7 @@ def test_e2m1_pack_inverts_unpack_for_every_byte(dtype: torch.dtype, device: str
     assert torch.equal(formats.pack_e2m1(codes), every_byte)
 
 
-@hypothesis.given(
-    st.lists(st.integers(1, 5), min_size=0, max_size=3), st.integers(0, 6), st.integers(0, 2**32 - 1)
-)
+@hypothesis.given(st.lists(st.integers(1, 5), min_size=0, max_size=3), st.integers(0, 6), st.integers(0, 2**32 - 1))
 @hypothesis.settings(deadline=None, max_examples=50)
 def test_e2m1_unpack_inverts_pack(leading: list[int], pairs: int, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
@@ -224,9 +216,7 @@ def test_e4m3_encode_inverts_decode(device: str) -> None:
 
 @pytest.mark.parametrize("inputs", ["boundaries", "all_bf16", "random_fp32"])
 def test_e4m3_encodes_to_the_nearest_code(inputs: str, device: str) -> None:
-    x = {"boundaries": boundaries(E4M3_GRID), "all_bf16": all_bf16(), "random_fp32": random_fp32(50_000)}[
-        inputs
-    ]
+    x = {"boundaries": boundaries(E4M3_GRID), "all_bf16": all_bf16(), "random_fp32": random_fp32(50_000)}[inputs]
     code = nearest_code(x.nan_to_num(), E4M3_GRID, "even") + 128 * sign_bit(x)
     same_bytes(formats.encode_e4m3(x.to(device)), np.where(x.isnan(), 0x7F, code), x)
 
@@ -440,9 +430,7 @@ def test_decoding_keeps_shape_and_strided_inputs(name: str, device: str) -> None
 
 
 @pytest.mark.parametrize("name", ENCODERS)
-@hypothesis.given(
-    st.lists(st.floats(0, width=32, allow_infinity=True, allow_nan=False), min_size=2, max_size=20)
-)
+@hypothesis.given(st.lists(st.floats(0, width=32, allow_infinity=True, allow_nan=False), min_size=2, max_size=20))
 @hypothesis.settings(deadline=None, max_examples=50)
 def test_encoding_is_monotone_in_the_magnitude(name: str, magnitudes: list[float]) -> None:
     # The codes of non-negative numbers are ordered like the numbers. −0 would add a sign bit.
@@ -487,9 +475,7 @@ def _refused() -> list[Refused]:
     return [
         *wrong_input,
         *wrong_codes,
-        Refused(
-            "unpack_of_int32", lambda: formats.unpack_e2m1(wide), TypeError, r"packed has dtype torch\.int32"
-        ),
+        Refused("unpack_of_int32", lambda: formats.unpack_e2m1(wide), TypeError, r"packed has dtype torch\.int32"),
         Refused("ties", lambda: formats.encode_e2m1(x, "up"), ValueError, "ties='up'.*'even', 'toward_zero'"),  # type: ignore[arg-type]
         Refused("pack_odd", lambda: formats.pack_e2m1(odd), ValueError, r"codes has shape \(4, 3\)"),
         Refused("pack_scalar", lambda: formats.pack_e2m1(scalar), ValueError, r"codes has shape \(\)"),

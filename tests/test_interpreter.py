@@ -92,9 +92,7 @@ def fp32_around(dtype: torch.dtype) -> torch.Tensor:
     """Finite values of an FP8 format and midpoints, each with its fp32 neighbours; ±0, ±Inf, NaNs."""
     grid = every_value(dtype).float()
     grid = grid[grid.isfinite()].unique().numpy()
-    exact = np.concatenate([grid, (grid[1:] + grid[:-1]) / 2, [464.0, 480.0, 61440.0, 65536.0]]).astype(
-        np.float32
-    )
+    exact = np.concatenate([grid, (grid[1:] + grid[:-1]) / 2, [464.0, 480.0, 61440.0, 65536.0]]).astype(np.float32)
     around = [exact, np.nextafter(exact, np.float32(np.inf)), np.nextafter(exact, np.float32(-np.inf))]
     special = np.array([0.0, -0.0, np.inf, -np.inf, np.nan, -np.nan], dtype=np.float32)
     return torch.from_numpy(np.concatenate([*around, special]))
@@ -109,9 +107,7 @@ def saturated(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return torch.where(x.isnan(), 0x7F, code).view(dtype)
 
 
-@pytest.mark.parametrize(
-    "source", [torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2], ids=str
-)
+@pytest.mark.parametrize("source", [torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
 def test_widening_to_fp32_is_exact_for_every_value(source: torch.dtype) -> None:
     x = every_value(source)
     widened = convert(x, torch.float32)
@@ -143,12 +139,8 @@ def test_bf16_survives_fp32() -> None:
 def test_fp32_rounds_to_16_bits_as_torch(target: torch.dtype) -> None:
     x = fp32_around_bf16()
     if target == torch.float16:  # its ties lie at other bits
-        near = (
-            np.arange(1 << 16, dtype=np.uint16).view(np.float16).astype(np.float32).view(np.uint32)[:, None]
-        )
-        x = torch.from_numpy(
-            (near ^ np.array([0, 1, 0xFFF, 0x1000, 0x1001], np.uint32)).reshape(-1).view(np.float32)
-        )
+        near = np.arange(1 << 16, dtype=np.uint16).view(np.float16).astype(np.float32).view(np.uint32)[:, None]
+        x = torch.from_numpy((near ^ np.array([0, 1, 0xFFF, 0x1000, 0x1001], np.uint32)).reshape(-1).view(np.float32))
     rounded = convert(x, target)
     number = ~x.isnan()
     same_bits(rounded[number], x.to(target)[number], x[number])
@@ -156,9 +148,7 @@ def test_fp32_rounds_to_16_bits_as_torch(target: torch.dtype) -> None:
 
 
 def test_fp32_nan_becomes_the_canonical_bf16_nan() -> None:
-    nan = torch.from_numpy(
-        np.array([0x7FC00000, 0x7F800001, 0xFFC00000, 0xFFFFFFFF], np.uint32).view(np.float32)
-    )
+    nan = torch.from_numpy(np.array([0x7FC00000, 0x7F800001, 0xFFC00000, 0xFFFFFFFF], np.uint32).view(np.float32))
     assert set(bits(convert(nan, torch.bfloat16)).tolist()) == {0x7FFF}
 
 
@@ -446,9 +436,7 @@ def grouped(values: torch.Tensor, scales: torch.Tensor, decode_scale: Decode, gr
     return values.double() * decode_scale(scales).double().repeat_interleave(group, dim=1)
 
 
-@pytest.mark.parametrize(
-    "recipe", ["e4m3xe2m1_ue8m0", "e2m1xe2m1_ue8m0", "e4m3xe4m3_ue8m0", "e2m1xe2m1_ue4m3"]
-)
+@pytest.mark.parametrize("recipe", ["e4m3xe2m1_ue8m0", "e2m1xe2m1_ue8m0", "e4m3xe4m3_ue8m0", "e2m1xe2m1_ue4m3"])
 def test_dot_scaled_applies_each_scale_to_its_group(recipe: str) -> None:
     generator = torch.Generator().manual_seed(10)
     m, n, k = 16, 32, 128
@@ -473,9 +461,7 @@ def test_dot_scaled_applies_each_scale_to_its_group(recipe: str) -> None:
     a_scale, b_scale = scales(m), scales(n)
     acc = torch.randint(-50, 50, (m, n), generator=generator) / 4
     out = dot_scaled(a, a_scale, b, b_scale, ue4m3=ue4m3, acc=acc)
-    product = (
-        grouped(a_value, a_scale, decode_scale, group) @ grouped(b_value, b_scale, decode_scale, group).T
-    )
+    product = grouped(a_value, a_scale, decode_scale, group) @ grouped(b_value, b_scale, decode_scale, group).T
     same_values(out, product + acc)
 
 
@@ -541,9 +527,7 @@ def test_install_refuses_an_interpreter_without_the_patched_functions(
 
     uninstalled.delattr(stock, "_dot_scaled_scale_to_f32")
     uninstalled.setattr(stock.InterpreterBuilder, "create_dot", lambda self, a, b: None)
-    with pytest.raises(
-        RuntimeError, match=r"Triton 3\.9 .*_dot_scaled_scale_to_f32, InterpreterBuilder\.create_dot$"
-    ):
+    with pytest.raises(RuntimeError, match=r"Triton 3\.9 .*_dot_scaled_scale_to_f32, InterpreterBuilder\.create_dot$"):
         interpreter.install()
     assert not interpreter.is_active()
 
@@ -571,8 +555,6 @@ assert not interpreter.is_active()
 
 def test_install_refuses_after_triton_was_imported_for_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TRITON_INTERPRET")
-    run = subprocess.run(
-        [sys.executable, "-c", TOO_LATE], capture_output=True, text=True, timeout=120, check=False
-    )
+    run = subprocess.run([sys.executable, "-c", TOO_LATE], capture_output=True, text=True, timeout=120, check=False)
     assert run.returncode == 0, run.stderr
     assert "TRITON_INTERPRET=1 must be set before triton is first imported" in run.stdout

@@ -1,4 +1,4 @@
-"""Whole layers through the kernels: pre-dispatch, routing, both GEMMs, combine, with shared experts in the same launches.
+"""Whole layers through the kernels: pre-dispatch, routing, both GEMMs with shared experts, combine.
 
 On exact-sum inputs every summation order gives the same bits, so the layer must equal the reference byte for byte; on
 random ones it must stay within the limits of `oracle.metrics`. Workspace and output are poisoned first.
@@ -90,7 +90,12 @@ def _reference(layer: Layer) -> torch.Tensor:
 def _random(case: Case, device: str, *, tokens: int = 20, **changes: object) -> Layer:
     options: dict = {**SHAPE, "num_shared_experts": 1 if case.shared_weight else 0, **changes}
     return random_layer(
-        case.recipe, tokens=tokens, shared_weight=case.shared_weight, activation_clamp=2.0, device=device, **options
+        case.recipe,
+        tokens=tokens,
+        shared_weight=case.shared_weight,
+        activation_clamp=2.0,
+        device=device,
+        **options,
     )
 
 

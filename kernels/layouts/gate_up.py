@@ -26,9 +26,9 @@ def interleave_gate_up(
     """Reorder the 2·I rows of `tensor` along `dim` from [gate; up] to `kind`.
 
     Any dtype, any leading and trailing axes; used for weights and, where a scale row belongs to one weight
-    row, for their scales. The result has the strides of `tensor` where those are dense (an MN-major scale stays
-    MN-major). `in_place` writes into `tensor` and returns it, holding one leading index's copy at a time.
-    Raises `ValueError` for an unknown `kind` or when I is not a multiple of the granularity.
+    row, for their scales. The result has the strides of `tensor` where those are dense (an MN-major scale
+    stays MN-major). `in_place` writes into `tensor` and returns it, holding one leading index's copy at a
+    time. Raises `ValueError` for an unknown `kind` or when I is not a multiple of the granularity.
     """
     return _reorder(tensor, kind, dim, in_place, inverse=False)
 
@@ -93,8 +93,8 @@ def _as_interleaved(tensor: torch.Tensor, kind: str, dim: int) -> torch.Tensor:
 def split_gran8(acc, ROWS: tl.constexpr, COLS: tl.constexpr):
     """Accumulators [ROWS, COLS] of `gran8` weight rows -> (gate, up), each [ROWS, COLS // 2].
 
-    A gate column and its up column lie 8 apart: the same thread holds both in MMA fragments and in tensor memory
-    rows, so that nothing moves between threads.
+    A gate column and its up column lie 8 apart: the same thread holds both in MMA fragments and in tensor
+    memory rows, so that nothing moves between threads.
     """
     periods = acc.reshape(ROWS, COLS // 16, 2, 8)
     gate, up = tl.split(tl.permute(periods, 0, 1, 3, 2))
@@ -103,7 +103,10 @@ def split_gran8(acc, ROWS: tl.constexpr, COLS: tl.constexpr):
 
 @triton.jit
 def split_gran16_even_odd(acc, ROWS: tl.constexpr, COLS: tl.constexpr):
-    """Accumulators [ROWS, COLS] of `gran16_even_odd` rows -> (gate even, gate odd, up even, up odd), [ROWS, COLS // 4]."""
+    """Accumulators [ROWS, COLS] of `gran16_even_odd` rows -> gate even, gate odd, up even, up odd.
+
+    Each of the four is [ROWS, COLS // 4].
+    """
     periods = acc.reshape(ROWS, COLS // 32, 2, 2, 8)  # row, period, parity, gate/up, 8
     even, odd = tl.split(tl.permute(periods, 0, 1, 4, 3, 2))
     gate_even, up_even = tl.split(even)

@@ -106,14 +106,16 @@ def _require(tensor: torch.Tensor, dtype: torch.dtype, name: str) -> None:
 
 @triton.jit
 def load_scale_atoms(
-    sf, first_row, first_group, n_rows: tl.constexpr, n_groups: tl.constexpr, ROWS: tl.constexpr, GROUPS: tl.constexpr
+    sf, first_row, first_group, n_rows: tl.constexpr, n_groups: tl.constexpr,
+    ROWS: tl.constexpr, GROUPS: tl.constexpr,
 ):  # fmt: skip
     """Scale bytes [ROWS, GROUPS] of a weight tile, uint8, from words in atom order.
 
     `sf` points to the bytes of one expert's words; the tile starts at `first_row` (a multiple of 128) and
-    `first_group` (a multiple of 4, or of GROUPS); ROWS is a multiple of 128, GROUPS one of 1, 2 and the multiples of 4. An atom of 128 rows × 4 groups is 512
-    contiguous bytes; seen as 32 × 4 × 4 its transposition to rows is the one SM100's compiler knows how to feed to
-    tensor memory. Words beyond the matrix read as zero.
+    `first_group` (a multiple of 4, or of GROUPS); ROWS is a multiple of 128, GROUPS one of 1, 2 and the
+    multiples of 4. An atom of 128 rows × 4 groups is 512 contiguous bytes; seen as 32 × 4 × 4 its
+    transposition to rows is the one SM100's compiler knows how to feed to tensor memory. Words beyond the
+    matrix read as zero.
     """
     PADDED_ROWS: tl.constexpr = (n_rows + 127) // 128 * 128
     WORDS: tl.constexpr = (n_groups + 3) // 4

@@ -29,9 +29,9 @@ def transform_weights_sm100(
     """Bytes of the SM100 MegaMoE weights; works on every device and architecture.
 
     l1: weight [.., 2I, H] (E2M1: [.., 2I, H/2] int8 or uint8; E4M3: float8_e4m3fn), rows [gate; up], and its
-    scales, either bytes [.., 2I, H/g] uint8 or int32 words of four bytes [.., 2I, H/4g]. l2: [.., H, I] alike.
-    `mma_type` picks the interleave and must have `deep_gemm_sm100` numerics. `in_place` reorders l1's weight
-    where it is (scales are small and always copied), so that a layer is never held twice.
+    scales, either bytes [.., 2I, H/g] uint8 or int32 words of four bytes [.., 2I, H/4g]. l2: [.., H, I]
+    alike. `mma_type` picks the interleave and must have `deep_gemm_sm100` numerics. `in_place` reorders l1's
+    weight where it is (scales are small and always copied), so that a layer is never held twice.
 
     Returns ((weight, scale), (weight, scale)); scales int32 MN-major in atom order, padded as there.
     Raises `ValueError`/`TypeError` for an unknown mma_type, shapes that do not belong together, other dtypes.

@@ -23,6 +23,10 @@ class TritonBackend:
         reason = layer_unsupported_reason(request) or device_unsupported_reason(request.device)
         if reason is not None:
             return reason
+        from megamoe.kernels.pre_dispatch import MAX_HIDDEN
+
+        if request.spec.hidden > MAX_HIDDEN:
+            return f"hidden={request.spec.hidden} is more than the pre-dispatch serves, {MAX_HIDDEN}"
         arch = architecture(request.device)
         config = choose_config(request.spec, arch, request.max_tokens)
         return illegal_reason(config, request.spec, arch)

@@ -14,6 +14,9 @@ from rich.table import Table
 import megamoe
 from megamoe.cli.console import open_console
 from megamoe.cli.device import describe, open_device
+from megamoe.oracle import interpreter
+from megamoe.recipe import SERVED
+from megamoe.spec import LayerSpec
 
 _PACKAGES = ("torch", "triton", "numpy", "ml_dtypes")
 
@@ -57,10 +60,9 @@ def _driver() -> str:
 
 def _backends(device: torch.device, interpreter_reason: str | None) -> dict[str, str]:
     """Every backend, asked for a small layer of each served recipe."""
+    # They load triton, which `open_device` must do first.
     from megamoe.backends import AUTO, NAMES, select, unsupported_reason
     from megamoe.backends.base import LayerRequest, UnsupportedError
-    from megamoe.recipe import SERVED
-    from megamoe.spec import LayerSpec
 
     specs = [LayerSpec(recipe, 256, 128, num_experts=8, top_k=2) for recipe in SERVED]
     requests = {spec.recipe: LayerRequest(spec, device, 16) for spec in specs}
@@ -81,7 +83,6 @@ def _backends(device: torch.device, interpreter_reason: str | None) -> dict[str,
 
 def _oracles(device: torch.device, interpreter_reason: str | None) -> dict[str, str]:
     from megamoe.backends import PLANNED
-    from megamoe.oracle import interpreter
 
     if device.type == "cuda":
         patch = "not used: the kernels run on the GPU"

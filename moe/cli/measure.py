@@ -29,31 +29,27 @@ def graph_microseconds(call: Callable[[], object]) -> float:
     return statistics.median(times)
 
 
-def wall_seconds(call: Callable[[], object], device: torch.device) -> float:
-    """One call by the clock, waiting for the GPU if there is one."""
+def timed(call: Callable[[], torch.Tensor], device: torch.device) -> tuple[torch.Tensor, float]:
+    """The result of one call and its seconds by the clock, waiting for the GPU if there is one."""
     start = time.perf_counter()
-    call()
+    result = call()
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-    return time.perf_counter() - start
+    return result, time.perf_counter() - start
 
 
-def count_launches(call: Callable[[], object], device: torch.device) -> int:
-    """Kernels (on a GPU: and copies and fills) that one call launches, counted as they happen."""
-    if device.type == "cuda":
-        return _count_on_gpu(call)
-    with _interpreted_launches() as launches:
-        call()
-    return len(launches)
-
-
-def _count_on_gpu(call: Callable[[], object]) -> int:
+def count_launches(call: Callable[[], torch.Tensor], device: torch.device) -> tuple[torch.Tensor, int]:
+    """The result of one call and how many kernels (on a GPU: and copies and fills) it launched."""
+    if device.type == "cpu":
+        with _interpreted_launches() as launches:
+            result = call()
+        return result, len(launches)
     activities = [torch.profiler.ProfilerActivity.CUDA]
     with torch.profiler.profile(activities=activities, acc_events=True) as profile:
-        call()
-        torch.cuda.synchronize()
-    on_device = torch.autograd.DeviceType.CUDA
-    return sum(event.device_type == on_device for event in profile.events() or ())
+        result = call()
+        torch.cuda.synchronize(device)
+    events = profile.events() or ()
+    return result, sum(event.device_type == torch.autograd.DeviceType.CUDA for event in events)
 
 
 @contextmanager

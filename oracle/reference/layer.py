@@ -6,7 +6,6 @@ Source of the rules: DeepGEMM MegaMoE of `sgl-deep-gemm` 0.1.7, its SM100 and it
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -26,27 +25,10 @@ from megamoe.oracle.reference.quantizers import (
     shared_weight_format,
     weight_format,
 )
+from megamoe.oracle.reference.summation import Matmul, matmul_fp64
 from megamoe.plain_weights import PlainWeights
 from megamoe.recipe import Recipe, traits
 from megamoe.spec import LayerSpec
-
-Matmul = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]  # fp32 [n, K], [N, K] → fp32 [n, N]
-
-
-def matmul_fp64(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """a · bᵀ accumulated in fp64 and rounded once: products of E4M3 and E2M1 operands are exact, so this is
-    the correctly rounded sum up to 2⁻⁵³, whatever the order, and the same on every device."""
-    return (a.double() @ b.double().mT).float()
-
-
-def matmul_fp32(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """a · bᵀ accumulated in fp32 in the library's order, without TF32: one of the sums a kernel may form."""
-    allowed = torch.backends.cuda.matmul.allow_tf32
-    torch.backends.cuda.matmul.allow_tf32 = False
-    try:
-        return a @ b.mT
-    finally:
-        torch.backends.cuda.matmul.allow_tf32 = allowed
 
 
 @dataclass
@@ -120,9 +102,7 @@ def moe_layer(
     quantized, ids, slot_weights = routed_input
     num_tokens, top_k = ids.shape
     valid = (ids >= 0) & (ids < spec.num_experts)
-    rows = torch.full(
-        (num_tokens, spec.combine_slots, spec.hidden), math.nan, dtype=torch.bfloat16, device=x.device
-    )
+    rows = torch.full((num_tokens, spec.combine_slots, spec.hidden), math.nan, dtype=torch.bfloat16, device=x.device)
     routed = _poisoned_stages(spec, num_tokens * top_k, x.device) if full_trace else None
 
     fmt = weight_format(spec.traits)
@@ -165,9 +145,7 @@ def swiglu(gate: torch.Tensor, up: torch.Tensor, numerics: str, clamp: float | N
     if numerics == "deep_gemm_sm100":
         gate, up = _round_to_bf16(gate), _round_to_bf16(up)
     elif numerics != "deep_gemm_sm90":
-        raise NotImplementedError(
-            f"numerics={numerics!r} is not served; allowed: deep_gemm_sm100, deep_gemm_sm90"
-        )
+        raise NotImplementedError(f"numerics={numerics!r} is not served; allowed: deep_gemm_sm100, deep_gemm_sm90")
     if clamp is not None and clamp != math.inf:
         c = torch.tensor(clamp, device=gate.device)
         if numerics == "deep_gemm_sm100":
@@ -298,9 +276,7 @@ def shared_tensors(
     w13, w13_scale = weights.shared_w13, weights.shared_w13_scale
     w2, w2_scale = weights.shared_w2, weights.shared_w2_scale
     if w13 is None or w13_scale is None or w2 is None or w2_scale is None:
-        raise ValueError(
-            "spec.num_shared_experts > 0, but a shared weight or scale is None; all four are needed"
-        )
+        raise ValueError("spec.num_shared_experts > 0, but a shared weight or scale is None; all four are needed")
     return w13, w13_scale, w2, w2_scale
 
 

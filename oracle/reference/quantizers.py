@@ -97,9 +97,7 @@ def kind_of(recipe: Recipe) -> str:
     raise NotImplementedError(f"no pre-dispatch kind quantizes the activations of {recipe}")
 
 
-def quantize(
-    x: torch.Tensor, kind: str, group: int | None = None, amax_floor: float | None = None
-) -> Quantized:
+def quantize(x: torch.Tensor, kind: str, group: int | None = None, amax_floor: float | None = None) -> Quantized:
     """Pre-dispatch quantization of x [n, H], BF16 (or anything that fp32 holds exactly).
 
     kind: mxfp8, mxfp4, nvfp4, fp8_block128. `group` replaces the kind's columns per scale, `amax_floor` its

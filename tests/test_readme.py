@@ -1,0 +1,59 @@
+"""The README says what is true: its example runs as it stands and its recipe table is the code's."""
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from megamoe.recipe import TABLE, Traits
+
+README = Path(__file__).parent.parent / "README.md"
+SCALES = {"ue8m0": "UE8M0", "ue4m3": "UE4M3", "fp32": "fp32"}
+
+
+def _between(start: str, end: str) -> str:
+    found = re.search(f"{re.escape(start)}\n(.*?){re.escape(end)}", README.read_text(), re.DOTALL)
+    assert found is not None, f"README.md has nothing between {start!r} and {end!r}"
+    return found[1]
+
+
+def _activations(row: Traits) -> str:
+    if row.act_scale_format is None:
+        return row.act.upper()
+    group = f"/{row.act_group}" if row.act_group else "/token"
+    outer = " + fp32/token" if row.token_scale else ""
+    return f"{row.act.upper()} + {SCALES[row.act_scale_format]}{group}{outer}"
+
+
+def _weights(row: Traits) -> str:
+    if row.weight_scale_format is None:
+        return row.weight.upper()
+    rows, columns = row.weight_group
+    group = f"{rows}×{columns}" if rows > 1 else str(columns)
+    return f"{row.weight.upper()} + {SCALES[row.weight_scale_format]}/{group}"
+
+
+def _recipe_table() -> str:
+    lines = ["| `mma_type` | `act_scale` | `numerics` | activations | weights | served |", "|---|---|---|---|---|---|"]
+    for recipe, row in TABLE.items():
+        served = "not yet" if row.missing else "yes"
+        key = f"`{recipe.mma_type}` | `{recipe.act_scale}` | `{recipe.numerics}`"
+        lines.append(f"| {key} | {_activations(row)} | {_weights(row)} | {served} |")
+    return "\n".join(lines) + "\n"
+
+
+def test_recipe_table_is_the_codes() -> None:
+    assert _between("<!-- recipes -->", "<!-- /recipes -->") == _recipe_table()
+
+
+def test_example_runs_as_it_stands(capsys: pytest.CaptureFixture[str]) -> None:
+    torch.manual_seed(0)
+    names: dict[str, object] = {}
+    exec(compile(_between("```python", "```"), str(README), "exec"), names)
+    y = names["y"]
+    assert isinstance(y, torch.Tensor)
+    assert y.shape == (16, 256)
+    assert y.isfinite().all()
+    assert y.float().std() > 0.1, "a layer of random weights gives values of about unit size"
+    assert capsys.readouterr().out == "torch.Size([16, 256]) torch.bfloat16 triton\n"
