@@ -9,7 +9,7 @@ import triton.language as tl
 from megamoe.codegen.job import CompileJob
 
 _TILE = {"BLOCK_T": 4, "BLOCK_H": 512}
-_OPTIONS = {"num_warps": 4, "enable_fp_fusion": False}
+_OPTIONS: dict[str, object] = {"num_warps": 4, "enable_fp_fusion": False}
 
 
 @triton.jit(do_not_specialize=["num_tokens"])

@@ -25,7 +25,7 @@ _LANES = tl.constexpr(32)  # ids of one segment per step
 _SEGMENTS = tl.constexpr(32)  # stretches of the id list scanned side by side, one warp each
 _TILES = tl.constexpr(64)  # tile entries written at a time
 # Left alone, ptxas halves the registers to fit two such programs on an SM, and spills.
-_OPTIONS = {"num_warps": 32, "maxnreg": 64}
+_OPTIONS: dict[str, object] = {"num_warps": 32, "maxnreg": 64}
 
 
 @dataclass(frozen=True)
@@ -89,8 +89,7 @@ def build_plan(
         raise TypeError(f"topk_ids has dtype {topk_ids.dtype}; allowed: int32, int64")
     if topk_ids.dim() != 2 or not topk_ids.is_contiguous():
         raise ValueError(
-            f"topk_ids has shape {tuple(topk_ids.shape)} and strides {topk_ids.stride()}; "
-            f"it must be [T, K], contiguous"
+            f"topk_ids has shape {tuple(topk_ids.shape)} and strides {topk_ids.stride()}; it must be [T, K], contiguous"
         )
     num_slots, top_k = topk_ids.numel(), topk_ids.shape[1]
     _check_sizes(num_slots, top_k, num_experts, block_m)
@@ -108,9 +107,7 @@ def build_plan(
             f"shape {tuple(topk_ids.shape)} with block_m={block_m} needs {num_slots} and {num_tiles}"
         )
     if plan.expert_offsets.numel() != num_experts + 1:
-        raise ValueError(
-            f"plan is for {plan.expert_offsets.numel() - 1} experts, num_experts is {num_experts}"
-        )
+        raise ValueError(f"plan is for {plan.expert_offsets.numel() - 1} experts, num_experts is {num_experts}")
     if plan.tiles.device != topk_ids.device:
         raise ValueError(f"plan is on {plan.tiles.device}, topk_ids on {topk_ids.device}")
     with torch.cuda.device_of(topk_ids):
@@ -283,9 +280,7 @@ def build_plan_kernel(
                 if expert == num_experts - 1:
                     tl.store(expert_offsets_ptr + num_experts, stop)
                     last_tile = num_tiles
-                _write_tiles(
-                    tiles_ptr, expert, begin, stop, _tile_start(begin, expert, BLOCK_M), last_tile, BLOCK_M
-                )
+                _write_tiles(tiles_ptr, expert, begin, stop, _tile_start(begin, expert, BLOCK_M), last_tile, BLOCK_M)
 
 
 def compile_jobs(arch: int) -> list[CompileJob]:

@@ -153,7 +153,7 @@ def test_refuses_before_writing(
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("tokens", "top_k", "hidden"), [(8192, 6, 4096), (1000, 8, 7168), (4097, 4, 2880)])
+@pytest.mark.parametrize(("tokens", "top_k", "hidden"), [(1024, 6, 4096), (300, 8, 7168), (1027, 4, 2880)])
 @pytest.mark.parametrize("shared", [False, True], ids=["routed", "shared"])
 def test_full_size(tokens: int, top_k: int, hidden: int, shared: bool, device: str) -> None:
     rows = random_rows(tokens, top_k + shared, hidden)

@@ -76,11 +76,11 @@ def assert_untouched(tensor: torch.Tensor, name: str) -> None:
     assert_bytes_equal(tensor.contiguous().view(torch.uint8), poison, name)
 
 
-def check_quantize(x: torch.Tensor, kind: str, device: str, group: int | None = None, floor: float | None = None) -> None:
+def check_quantize(
+    x: torch.Tensor, kind: str, device: str, group: int | None = None, floor: float | None = None
+) -> None:
     out = Outputs(kind, group or KINDS[kind].groups[0], x.shape[0], x.shape[1], 1, device)
-    quantize(
-        x.to(device), q=out.q, sf=out.sf, token_scale=out.token_scale, kind=kind, group=group, amax_floor=floor
-    )
+    quantize(x.to(device), q=out.q, sf=out.sf, token_scale=out.token_scale, kind=kind, group=group, amax_floor=floor)
     out.check(reference.quantize(x, kind, group, floor), x.shape[0])
 
 
@@ -98,7 +98,9 @@ def _every_bf16(kind: str) -> torch.Tensor:
 
 def _normal(kind: str) -> torch.Tensor:
     generator = torch.Generator().manual_seed(2)
-    return (torch.randn(33, 256, generator=generator) * 2.0 ** torch.randint(-20, 20, (33, 1), generator=generator)).bfloat16()
+    return (
+        torch.randn(33, 256, generator=generator) * 2.0 ** torch.randint(-20, 20, (33, 1), generator=generator)
+    ).bfloat16()
 
 
 def _wide_range(kind: str) -> torch.Tensor:

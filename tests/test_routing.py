@@ -138,7 +138,7 @@ def test_plan(case: Case, dtype: torch.dtype, device: str) -> None:
     check_plan(ids.to(device, dtype), num_experts=case.num_experts, block_m=case.block_m)
 
 
-@pytest.mark.parametrize("num_experts", [1, 5, 256])
+@pytest.mark.parametrize("num_experts", [1, 5, 66])
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
 def test_ids_that_name_no_expert(num_experts: int, dtype: torch.dtype, device: str) -> None:
     ids = with_invalid(uniform(64, 6, num_experts), num_experts, dtype)
@@ -146,9 +146,8 @@ def test_ids_that_name_no_expert(num_experts: int, dtype: torch.dtype, device: s
     assert int(plan.skipped) == 109  # of 128 replaced ids, 19 are −1
 
 
-@pytest.mark.parametrize("num_experts", [384, 1024])
-def test_many_experts(num_experts: int, device: str) -> None:
-    check_plan(uniform(50, 8, num_experts).to(device, torch.int32), num_experts=num_experts, block_m=16)
+def test_1024_experts(device: str) -> None:
+    check_plan(uniform(50, 8, 1024).to(device, torch.int32), num_experts=1024, block_m=16)
 
 
 def test_more_slots_than_a_byte_per_lane_counts(device: str) -> None:

@@ -124,9 +124,7 @@ def sm90_unsupported_reason(
     """Why there is no such SM90 buffer, naming the argument and what is allowed; None if there is one."""
     if intermediate > _SM90_MAX_INTERMEDIATE:
         return f"intermediate={intermediate}; an SM90 buffer allows up to {_SM90_MAX_INTERMEDIATE}"
-    return _common_reason(
-        "SM90", _SM90_MULTIPLES, num_experts, max_tokens, top_k, hidden, intermediate, num_ranks
-    )
+    return _common_reason("SM90", _SM90_MULTIPLES, num_experts, max_tokens, top_k, hidden, intermediate, num_ranks)
 
 
 def sm100_layout(
@@ -170,9 +168,7 @@ def sm100_layout(
 
     def scales(name: str, rows: int, columns: int, *, mn_major: bool = True) -> None:
         if scaled:
-            pack.add(
-                name, torch.int32, rows, columns // (kind.act_group * GROUPS_PER_WORD), mn_major=mn_major
-            )
+            pack.add(name, torch.int32, rows, columns // (kind.act_group * GROUPS_PER_WORD), mn_major=mn_major)
 
     _add_plan(pack, slots, num_experts)
     acts("x", tokens, hidden)
@@ -194,9 +190,7 @@ def sm100_layout(
     return BufferLayout(tokens, tuple(pack.regions), SM100_VIEWS)
 
 
-def sm90_layout(
-    *, num_experts: int, max_tokens: int, top_k: int, hidden: int, intermediate: int
-) -> BufferLayout:
+def sm90_layout(*, num_experts: int, max_tokens: int, top_k: int, hidden: int, intermediate: int) -> BufferLayout:
     """Layout of an SM90 (FP8) buffer for up to `max_tokens` tokens (rounded up to 384) of one rank.
 
     Scales are fp32 per 128 columns of `x` and per 64 of the intermediate. `ValueError` with

@@ -20,9 +20,7 @@ GRANULARITY = {"gran8": 8, "gran16_even_odd": 16}
 """Source rows of gate (and as many of up) that one period of each order consumes."""
 
 
-def interleave_gate_up(
-    tensor: torch.Tensor, kind: str, dim: int = -2, *, in_place: bool = False
-) -> torch.Tensor:
+def interleave_gate_up(tensor: torch.Tensor, kind: str, dim: int = -2, *, in_place: bool = False) -> torch.Tensor:
     """Reorder the 2·I rows of `tensor` along `dim` from [gate; up] to `kind`.
 
     Any dtype, any leading and trailing axes; used for weights and, where a scale row belongs to one weight
@@ -33,9 +31,7 @@ def interleave_gate_up(
     return _reorder(tensor, kind, dim, in_place, inverse=False)
 
 
-def deinterleave_gate_up(
-    tensor: torch.Tensor, kind: str, dim: int = -2, *, in_place: bool = False
-) -> torch.Tensor:
+def deinterleave_gate_up(tensor: torch.Tensor, kind: str, dim: int = -2, *, in_place: bool = False) -> torch.Tensor:
     """The exact inverse of `interleave_gate_up`; same arguments, same errors."""
     return _reorder(tensor, kind, dim, in_place, inverse=True)
 
@@ -44,9 +40,7 @@ def _reorder(tensor: torch.Tensor, kind: str, dim: int, in_place: bool, *, inver
     if kind not in GRANULARITY:
         raise ValueError(f"kind={kind!r} is unknown; allowed: {', '.join(GRANULARITY)}")
     if not -tensor.dim() <= dim < tensor.dim():
-        raise ValueError(
-            f"dim={dim} is outside the {tensor.dim()} axes of a tensor of shape {tuple(tensor.shape)}"
-        )
+        raise ValueError(f"dim={dim} is outside the {tensor.dim()} axes of a tensor of shape {tuple(tensor.shape)}")
     dim %= tensor.dim()
     rows = tensor.shape[dim]
     if rows % (2 * GRANULARITY[kind]):

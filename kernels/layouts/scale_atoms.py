@@ -52,9 +52,7 @@ def unpack_scale_words(words: torch.Tensor, groups: int | None = None) -> torch.
     _require(words, torch.int32, "words")
     groups = words.shape[-1] * GROUPS_PER_WORD if groups is None else groups
     if not 0 <= groups <= words.shape[-1] * GROUPS_PER_WORD:
-        raise ValueError(
-            f"groups={groups} does not fit in {words.shape[-1]} words of {GROUPS_PER_WORD} bytes"
-        )
+        raise ValueError(f"groups={groups} does not fit in {words.shape[-1]} words of {GROUPS_PER_WORD} bytes")
     rows = torch.empty(words.shape, dtype=torch.int32, device=words.device)  # one word per row has any stride
     return rows.copy_(words).view(torch.uint8)[..., :groups].contiguous()
 
@@ -76,9 +74,7 @@ def to_atom_order(scales: torch.Tensor) -> torch.Tensor:
     return out.transpose(-2, -1)
 
 
-def from_atom_order(
-    words: torch.Tensor, *, rows: int | None = None, groups: int | None = None
-) -> torch.Tensor:
+def from_atom_order(words: torch.Tensor, *, rows: int | None = None, groups: int | None = None) -> torch.Tensor:
     """The inverse of `to_atom_order`: words [.., MN, Kw] int32 -> row-major bytes [.., rows, groups] uint8.
 
     `rows` and `groups` are the sizes before padding (`padded_shape` must give the words' shape for them);

@@ -59,9 +59,7 @@ def restore_weights_sm100(
     )
 
 
-def transform_weights_sm90(
-    l1: WeightPair, l2: WeightPair, *, in_place: bool = False
-) -> tuple[WeightPair, WeightPair]:
+def transform_weights_sm90(l1: WeightPair, l2: WeightPair, *, in_place: bool = False) -> tuple[WeightPair, WeightPair]:
     """Bytes of the SM90 MegaMoE weights: l1's weight interleaved 8 by 8, everything else the same tensors.
 
     l1: float8_e4m3fn [.., 2I, H] rows [gate; up], fp32 [.., 2 ceil(I/128), ceil(H/128)], gate's blocks
@@ -74,9 +72,7 @@ def transform_weights_sm90(
     return (interleave_gate_up(w1, "gran8", in_place=in_place), s1), (w2, s2)
 
 
-def restore_weights_sm90(
-    l1: WeightPair, l2: WeightPair, *, in_place: bool = False
-) -> tuple[WeightPair, WeightPair]:
+def restore_weights_sm90(l1: WeightPair, l2: WeightPair, *, in_place: bool = False) -> tuple[WeightPair, WeightPair]:
     """The inverse of `transform_weights_sm90`."""
     (w1, s1), (w2, s2) = l1, l2
     _check_block_scales(w1, s1, "l1", halves=2)
@@ -92,9 +88,7 @@ def num_scale_groups(weight: torch.Tensor, mma_type: str) -> int:
     elif weight.dtype in (torch.int8, torch.uint8):
         columns = 2 * weight.shape[-1]
     else:
-        raise TypeError(
-            f"weight has dtype {weight.dtype}; allowed: int8 or uint8 (packed E2M1), float8_e4m3fn"
-        )
+        raise TypeError(f"weight has dtype {weight.dtype}; allowed: int8 or uint8 (packed E2M1), float8_e4m3fn")
     if columns % group:
         raise ValueError(f"weight has {columns} columns; {mma_type} scales them in groups of {group}")
     return columns // group
@@ -107,9 +101,7 @@ def _sm100_interleave(mma_type: str) -> str:
 def _scale_bytes(weight: torch.Tensor, scale: torch.Tensor, mma_type: str, name: str) -> torch.Tensor:
     groups = num_scale_groups(weight, mma_type)
     if scale.dtype not in (torch.uint8, torch.int32):
-        raise TypeError(
-            f"{name} scale has dtype {scale.dtype}; allowed: uint8 (bytes) or int32 (words of four)"
-        )
+        raise TypeError(f"{name} scale has dtype {scale.dtype}; allowed: uint8 (bytes) or int32 (words of four)")
     columns = groups if scale.dtype == torch.uint8 else -(-groups // 4)
     expected = (*weight.shape[:-1], columns)
     if tuple(scale.shape) != expected:

@@ -1,0 +1,117 @@
+"""The command line as a user types it: fresh processes for what decides at start-up, in-process for the rest."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from click.testing import CliRunner
+
+import megamoe
+from megamoe import cli
+from megamoe.cli import demo_layers
+from megamoe.cli.measure import count_launches, timed
+from megamoe.kernels.layer import LAUNCHES
+from megamoe.oracle.metrics import LIMITS, Limits
+from megamoe.recipe import SERVED, TABLE
+
+
+def _run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """`python -m megamoe …` in a process of its own, with no TRITON_INTERPRET to help it."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
+    return subprocess.run(
+        [sys.executable, "-m", "megamoe", *arguments],
+        env=environment, capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+
+
+@pytest.fixture
+def fast_recipe(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only the recipe that the interpreter runs fastest."""
+    monkeypatch.setattr(demo_layers, "SERVED", (SERVED[3],))
+
+
+@pytest.mark.slow
+def test_demo_in_a_fresh_process() -> None:
+    result = _run("demo", "--shape", "small", "--tokens", "4")
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert result.stderr == ""
+    assert "4 tokens, hidden 256, intermediate 128, 8 experts + 1 shared, top-2" in result.stdout
+    for recipe in SERVED:
+        assert recipe.mma_type in result.stdout
+    assert result.stdout.count("within") == len(SERVED)
+    assert result.stdout.count("equal bytes") == len(SERVED)
+    assert "deep_gemm did not run: no adapter" in result.stdout
+    assert result.stdout.endswith("4 of 4 layers agree with the reference\n")
+
+
+@pytest.mark.usefixtures("fast_recipe")
+def test_demo_fails_when_a_result_is_beyond_its_limits(monkeypatch: pytest.MonkeyPatch) -> None:
+    impossible = Limits(rel_rms=-1.0, worst_row=1.0, scale_error=1.0, calc_diff=1.0, reason="to fail")
+    monkeypatch.setitem(LIMITS, SERVED[3], impossible)
+    result = CliRunner().invoke(cli.main, ["demo", "--shape", "small", "--tokens", "2"])
+    assert result.exit_code == 1
+    assert "BEYOND" in result.output
+    assert f"FAILED {SERVED[3]} triton: rel_rms " in result.output
+    assert "0 of 1 layers agree" in result.output
+
+
+@pytest.mark.usefixtures("fast_recipe")
+def test_demo_fails_when_nothing_was_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(demo_layers, "NAMES", ("reference", "deep_gemm"))
+    result = CliRunner().invoke(cli.main, ["demo", "--shape", "small", "--tokens", "2"])
+    assert result.exit_code == 1
+    assert "0 of 0 layers agree" in result.output
+
+
+@pytest.mark.usefixtures("fast_recipe")
+def test_demo_counts_the_launches_of_a_layer(device: str) -> None:
+    shape = demo_layers.Shape(tokens=2, hidden=128, intermediate=128, num_experts=2, top_k=1)
+    rows, _ = demo_layers.run_layers(shape, torch.device(device), lambda text: None)
+    judge, row = rows
+    assert (judge.backend, row.backend, row.problem) == ("reference", "triton", None)
+    assert row.cells[-1] == str(len(LAUNCHES))
+
+
+def test_a_call_that_launches_nothing(device: str) -> None:
+    result, launches = count_launches(lambda: torch.empty(3), torch.device(device))
+    assert (result.shape, launches) == ((3,), 0)
+    assert timed(lambda: torch.empty(3), torch.device(device))[1] >= 0
+
+
+def test_doctor_in_a_fresh_process() -> None:
+    result = _run("doctor")
+    assert result.returncode == 0, result.stdout + result.stderr
+    for line in (megamoe.__version__, torch.__version__.split("+")[0], "driver", "oracles", "auto", "chooses triton"):
+        assert line in result.stdout
+    for recipe in TABLE:
+        assert (str(recipe) in result.stdout) == (recipe in SERVED)
+    assert "no: no adapter to an installed flashinfer is built yet" in result.stdout
+
+
+def test_doctor_says_why_triton_cannot_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megamoe.oracle.interpreter.is_active", lambda: False)
+    monkeypatch.setattr("megamoe.oracle.interpreter.install", _fail)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    result = CliRunner().invoke(cli.main, ["doctor"])
+    assert result.exit_code == 0
+    assert "another interpreter" in result.output
+    assert "chooses reference" in result.output
+
+
+def _fail() -> None:
+    raise RuntimeError("triton 99 has another interpreter")
+
+
+def test_help_lists_every_command() -> None:
+    result = CliRunner().invoke(cli.main, ["--help"])
+    assert result.exit_code == 0
+    for command in ("codegen", "demo", "doctor"):
+        assert f"\n  {command} " in result.output
+    assert CliRunner().invoke(cli.main, ["bench"]).exit_code == 2
+
+
+def test_version() -> None:
+    assert CliRunner().invoke(cli.main, ["--version"]).output == f"megamoe, version {megamoe.__version__}\n"
