@@ -14,6 +14,7 @@ TRITON36 := 3.6.0
 # The top-level folder kernels/ must not be importable by that name: other packages look for a `kernels` of theirs.
 export PYTHONSAFEPATH := 1
 
+WITH_SRC := PYTHONPATH=src$${PYTHONPATH:+:$$PYTHONPATH}
 SYSTEM_GPU := $(PYTHON) -c 'import click, rich, torch, triton; exit(not torch.cuda.is_available())' 2>/dev/null
 
 # The CPU build has no CUDA libraries and, unlike the other one, leaves triton's version open.
@@ -24,7 +25,7 @@ install_cpu_torch = $(1)/bin/pip install -q 'torch==$(TORCH)+cpu' 2>/dev/null ||
 
 demo:  ## every backend on every served recipe: errors, times, launches
 	@if $(SYSTEM_GPU); then \
-		PYTHONPATH=src $(PYTHON) -m megamoe demo $(ARGS); \
+		$(WITH_SRC) $(PYTHON) -m megamoe demo $(ARGS); \
 	else \
 		$(MAKE) --no-print-directory install && $(VENV)/bin/python -m megamoe demo $(ARGS); \
 	fi
@@ -39,15 +40,15 @@ lint: install
 
 codegen: install $(VENV36)/.installed  ## compile every kernel for sm_90, sm_100 and sm_120 under both Tritons; no GPU needed
 	$(VENV)/bin/python -m megamoe codegen $(ARGS)
-	PYTHONPATH=src $(VENV36)/bin/python -m megamoe codegen $(ARGS)
+	$(WITH_SRC) $(VENV36)/bin/python -m megamoe codegen $(ARGS)
 
 gpu-test:  ## the whole suite on this machine's GPU, with the Python that has CUDA torch (and pytest)
-	PYTHONPATH=src $(PYTHON) -m pytest $(ARGS)
+	$(WITH_SRC) $(PYTHON) -m pytest $(ARGS)
 
 install: $(VENV)/.installed
 
 $(VENV)/.installed: pyproject.toml
-	@echo "setting up $(VENV), once"
+	@echo "setting up $(VENV), once; this takes a few minutes"
 	@test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
 	@if command -v nvidia-smi >/dev/null; then \
 		$(VENV)/bin/pip install -q -e '.[dev]'; \

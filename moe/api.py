@@ -90,9 +90,7 @@ def mega_moe(
     factor = validation.check_routed_scaling_factor(routed_scaling_factor)
     validation.check_choice("w13_layout", w13_layout, validation.W13_LAYOUTS)
     validation.check_flag("check_ids", check_ids)
-    weights = PlainWeights(
-        w13, w13_scale, w2, w2_scale, shared_w13, shared_w13_scale, shared_w2, shared_w2_scale
-    )
+    weights = PlainWeights(w13, w13_scale, w2, w2_scale, shared_w13, shared_w13_scale, shared_w2, shared_w2_scale)
     dims = validation.read_dims(weights, recipe)
     options = _options_in_use(
         dims.num_experts,
@@ -116,9 +114,7 @@ def mega_moe(
     output = call.checked_output(hidden_states, topk_ids, topk_weights, output)
     if expert_scales is not None:
         validation.check_expert_scales(expert_scales, dims.num_experts, w13.device)
-    layer = backend.open(
-        request, _as_bytes(weights, recipe), expert_scales=expert_scales, routed_scaling_factor=factor
-    )
+    layer = backend.open(request, _as_bytes(weights, recipe), expert_scales=expert_scales, routed_scaling_factor=factor)
     return call.run(layer, hidden_states, topk_ids, topk_weights, output)
 
 
@@ -145,9 +141,7 @@ def prepare_weights(
     missing = traits(recipe).missing
     if missing is not None:
         raise UnsupportedError(f"recipe {recipe} {missing}")
-    weights = PlainWeights(
-        w13, w13_scale, w2, w2_scale, shared_w13, shared_w13_scale, shared_w2, shared_w2_scale
-    )
+    weights = PlainWeights(w13, w13_scale, w2, w2_scale, shared_w13, shared_w13_scale, shared_w2, shared_w2_scale)
     validation.check_weights(weights, recipe)
     return prepare(_as_bytes(weights, recipe), recipe)
 
@@ -177,9 +171,7 @@ class MegaMoE:
         moe_backend: str = "triton",
     ) -> None:
         if not isinstance(weights, MoEWeights):
-            raise TypeError(
-                f"weights is a {type(weights).__name__}; expected what megamoe.prepare_weights returns"
-            )
+            raise TypeError(f"weights is a {type(weights).__name__}; expected what megamoe.prepare_weights returns")
         validation.check_count("max_tokens", max_tokens, 1)
         validation.check_count("top_k", top_k, 1, validation.MAX_TOP_K)
         validation.check_flag("check_ids", check_ids)
@@ -202,9 +194,7 @@ class MegaMoE:
         request = LayerRequest(self.spec, self.device, max_tokens, options)
         backend = select(moe_backend, request)
         self.backend = backend.name
-        self._layer = backend.open(
-            request, weights, expert_scales=expert_scales, routed_scaling_factor=factor
-        )
+        self._layer = backend.open(request, weights, expert_scales=expert_scales, routed_scaling_factor=factor)
 
     def __call__(
         self,
@@ -214,9 +204,7 @@ class MegaMoE:
         output: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """The layer's BF16 [T, H] for T <= max_tokens tokens; arguments as in `mega_moe`."""
-        output = self._call.checked_output(
-            hidden_states, topk_ids, topk_weights, output, max_tokens=self.max_tokens
-        )
+        output = self._call.checked_output(hidden_states, topk_ids, topk_weights, output, max_tokens=self.max_tokens)
         return self._call.run(self._layer, hidden_states, topk_ids, topk_weights, output)
 
     def warmup(self, token_counts: Iterable[int]) -> None:
@@ -263,9 +251,7 @@ class _Call:
         validation.check_hidden_states(hidden_states, hidden, self.device)
         num_tokens = hidden_states.shape[0]
         if max_tokens is not None and num_tokens > max_tokens:
-            raise ValueError(
-                f"hidden_states has {num_tokens} tokens; allowed: at most max_tokens = {max_tokens}"
-            )
+            raise ValueError(f"hidden_states has {num_tokens} tokens; allowed: at most max_tokens = {max_tokens}")
         validation.check_routing(topk_ids, topk_weights, num_tokens, self.spec.top_k, self.device)
         if output is None:
             return torch.empty(num_tokens, hidden, dtype=torch.bfloat16, device=self.device)
@@ -286,9 +272,7 @@ class _Call:
         if len(hidden_states) == 0:
             return output
         if debugging:  # before the run, which may overwrite them: `output` may be `hidden_states`
-            debug.raise_on_nan(
-                debug.input_stages(hidden_states, topk_ids, topk_weights, self.spec.num_experts)
-            )
+            debug.raise_on_nan(debug.input_stages(hidden_states, topk_ids, topk_weights, self.spec.num_experts))
         layer(hidden_states, topk_ids, topk_weights, output)
         if debugging:
             debug.raise_on_nan([*layer.stages(topk_ids), debug.output_stage(output)])

@@ -128,9 +128,7 @@ def row_stages(rows: torch.Tensor, topk_ids: torch.Tensor, num_experts: int) -> 
     routed = (ids >= 0) & (ids < num_experts)
     nan = rows.isnan().any(-1)
     token = torch.arange(num_tokens, device=rows.device)
-    stages = [
-        Stage("down", (nan[:, :top_k] & routed).flatten(), token.repeat_interleave(top_k), ids.flatten())
-    ]
+    stages = [Stage("down", (nan[:, :top_k] & routed).flatten(), token.repeat_interleave(top_k), ids.flatten())]
     if rows.shape[1] > top_k:
         stages.append(Stage("shared down", nan[:, top_k], token, torch.full_like(token, NO_EXPERT)))
     return stages

@@ -58,9 +58,7 @@ def quantize_nvfp4(
     return q, sf, token_scale
 
 
-def quantize_fp8_block128(
-    x: torch.Tensor, *, amax_floor: float | None = None
-) -> tuple[torch.Tensor, torch.Tensor]:
+def quantize_fp8_block128(x: torch.Tensor, *, amax_floor: float | None = None) -> tuple[torch.Tensor, torch.Tensor]:
     """x BF16 [n, H] to (q float8_e4m3fn [n, H], sf float32 [n, H/128], scales that are no powers of two).
 
     `amax_floor` >= 1e-30 is that of a group; None: DeepGEMM's 1e-10. Elements as in `quantize_mxfp8`.
@@ -100,7 +98,5 @@ def _quantize(
     )
     sf = torch.empty((rows, groups), dtype=torch.float32 if fp32_scales else torch.uint8, device=x.device)
     token_scale = torch.empty(rows, dtype=torch.float32, device=x.device) if kind == "nvfp4" else None
-    pre_dispatch.quantize(
-        x, q=q, sf=sf, token_scale=token_scale, kind=kind, group=group, amax_floor=amax_floor
-    )
+    pre_dispatch.quantize(x, q=q, sf=sf, token_scale=token_scale, kind=kind, group=group, amax_floor=amax_floor)
     return q, sf, token_scale

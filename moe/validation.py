@@ -147,9 +147,7 @@ def read_dims(weights: PlainWeights, recipe: Recipe) -> WeightDims:
         shared_w13 = check_tensor("shared_w13", weights.shared_w13, rank=2, axes="[2*I*S, H]")
         shared, rest = divmod(shared_w13.shape[0], rows)
         if rest or shared == 0:
-            raise ValueError(
-                f"shared_w13 has {shared_w13.shape[0]} rows; expected 2*I*S, a multiple of 2I = {rows}"
-            )
+            raise ValueError(f"shared_w13 has {shared_w13.shape[0]} rows; expected 2*I*S, a multiple of 2I = {rows}")
         shared_weight = next((f for f, dtypes in WEIGHT_DTYPES.items() if shared_w13.dtype in dtypes), None)
     return WeightDims(num_experts, hidden, rows // 2, shared, shared_weight)
 
@@ -208,14 +206,10 @@ def _check_pair(
     """One matrix, `axes` in elements, and its scales."""
     row, device = traits(recipe), weights.w13.device
     shape, text = _divided(axes, 1, 2 if fmt == "e2m1" else 1)
-    check_tensor(
-        name, weight, dtypes=WEIGHT_DTYPES[fmt], shape=shape, axes=text, device=device, contiguous=True
-    )
+    check_tensor(name, weight, dtypes=WEIGHT_DTYPES[fmt], shape=shape, axes=text, device=device, contiguous=True)
     shape, text = _divided(axes, *row.weight_group)
     dtypes = SCALE_DTYPES[row.weight_scale_format]
-    check_tensor(
-        f"{name}_scale", scale, dtypes=dtypes, shape=shape, axes=text, device=device, contiguous=True
-    )
+    check_tensor(f"{name}_scale", scale, dtypes=dtypes, shape=shape, axes=text, device=device, contiguous=True)
 
 
 def _divided(axes: Axes, rows: int, columns: int) -> tuple[tuple[int, ...], str]:
@@ -238,20 +232,14 @@ def check_hidden_states(value: object, hidden: int, device: torch.device) -> tor
     """BF16 [T, H]; rows may be strided."""
     x = check_tensor("hidden_states", value, dtypes=(torch.bfloat16,), rank=2, axes="[T, H]", device=device)
     if x.shape[1] != hidden:
-        raise ValueError(
-            f"hidden_states has {x.shape[1]} columns; expected H = {hidden}, as the weights have"
-        )
+        raise ValueError(f"hidden_states has {x.shape[1]} columns; expected H = {hidden}, as the weights have")
     return x
 
 
-def check_routing(
-    topk_ids: object, topk_weights: object, num_tokens: int, top_k: int, device: torch.device
-) -> None:
+def check_routing(topk_ids: object, topk_weights: object, num_tokens: int, top_k: int, device: torch.device) -> None:
     """Ids int32/int64 and weights float32, both [T, K] and contiguous."""
     shape, axes = (num_tokens, top_k), "[T, K]"
-    check_tensor(
-        "topk_ids", topk_ids, dtypes=ID_DTYPES, shape=shape, axes=axes, device=device, contiguous=True
-    )
+    check_tensor("topk_ids", topk_ids, dtypes=ID_DTYPES, shape=shape, axes=axes, device=device, contiguous=True)
     check_tensor(
         "topk_weights",
         topk_weights,
@@ -266,9 +254,7 @@ def check_routing(
 def check_output(value: object, num_tokens: int, hidden: int, device: torch.device) -> torch.Tensor:
     """BF16 [T, H], contiguous."""
     shape, dtypes = (num_tokens, hidden), (torch.bfloat16,)
-    return check_tensor(
-        "output", value, dtypes=dtypes, shape=shape, axes="[T, H]", device=device, contiguous=True
-    )
+    return check_tensor("output", value, dtypes=dtypes, shape=shape, axes="[T, H]", device=device, contiguous=True)
 
 
 def check_expert_scales(value: object, num_experts: int, device: torch.device) -> torch.Tensor:

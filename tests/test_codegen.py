@@ -67,9 +67,7 @@ def test_sm100_uses_the_recipes_mma(compiled: dict, kernel: str, recipe: object)
     results = [r for r in compiled.values() if r.entry.arch == 100 and r.entry.kernel == kernel]
     reports = [r.report for r in results if r.entry.recipe == str(recipe)]
     assert reports, f"{kernel} has no compile job for {recipe}"
-    assert [report.mma for report in reports] == [[checks.SM100_MMA[str(recipe).split("/")[0]]]] * len(
-        reports
-    )
+    assert [report.mma for report in reports] == [[checks.SM100_MMA[str(recipe).split("/")[0]]]] * len(reports)
 
 
 @pytest.mark.parametrize(

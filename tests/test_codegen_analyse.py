@@ -15,9 +15,7 @@ class Case(NamedTuple):
 
 
 def table(*cases: Case) -> pytest.MarkDecorator:
-    return pytest.mark.parametrize(
-        ("text", "expected"), [pytest.param(*case[1:], id=case.id) for case in cases]
-    )
+    return pytest.mark.parametrize(("text", "expected"), [pytest.param(*case[1:], id=case.id) for case in cases])
 
 
 @table(
@@ -169,12 +167,8 @@ def test_clean_report_keeps_its_contract() -> None:
         pytest.param({"tmem": 1024}, "1024 columns", id="tmem"),
         pytest.param({"inexact": {"rcp.approx": 2}}, "2 × rcp.approx", id="not-allowed"),
         pytest.param({"inexact": {"fusion": 1}}, "1 × fusion", id="fusion"),
-        pytest.param(
-            {"inexact": {"div.full": 5, "ex2.approx": 4}}, "not every division", id="hidden-division"
-        ),
-        pytest.param(
-            {"mma": ["tcgen05.mma kind::f8f6f4"]}, "needs tcgen05.mma kind::mxf4 block_scale", id="wrong-mma"
-        ),
+        pytest.param({"inexact": {"div.full": 5, "ex2.approx": 4}}, "not every division", id="hidden-division"),
+        pytest.param({"mma": ["tcgen05.mma kind::f8f6f4"]}, "needs tcgen05.mma kind::mxf4 block_scale", id="wrong-mma"),
         pytest.param({"mma": []}, "MMA is none", id="no-mma"),
         pytest.param({"mma": [*CLEAN.mma, "mma.sync bf16.bf16"]}, "MMA is tcgen05", id="second-mma"),
     ],
@@ -186,9 +180,7 @@ def test_violation_is_named(change: dict, said: str) -> None:
 
 
 def test_contract_kernel_may_not_even_use_the_sigmoid() -> None:
-    found = violations(
-        replace(CLEAN, mma=[], inexact={"ex2.approx": 1}), kernel="combine", contract=frozenset()
-    )
+    found = violations(replace(CLEAN, mma=[], inexact={"ex2.approx": 1}), kernel="combine", contract=frozenset())
     assert found == ["1 × ex2.approx (allowed: none)"]
 
 

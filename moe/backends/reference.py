@@ -83,9 +83,7 @@ class ReferenceLayer:
         t = spec.traits
         tokens = torch.arange(topk_ids.shape[0], device=topk_ids.device)
         slots = trace.valid.flatten().nonzero().flatten()
-        stages = [
-            quantized_stage("pre_dispatch", trace.x.q, trace.x.sf, t.act_scale_format, t.act_group, tokens)
-        ]
+        stages = [quantized_stage("pre_dispatch", trace.x.q, trace.x.sf, t.act_scale_format, t.act_group, tokens)]
         if trace.routed is not None:
             stages.append(
                 quantized_stage(

@@ -63,9 +63,7 @@ class TritonLayer:
         self._routed_scaling_factor = routed_scaling_factor
         self._arch = architecture(request.device)
         smallest = choose_config(request.spec, self._arch, 1).block_m  # tiles only grow with the tokens
-        self._workspace = Workspace.allocate(
-            request.spec, request.max_tokens, request.device, min_block_m=smallest
-        )
+        self._workspace = Workspace.allocate(request.spec, request.max_tokens, request.device, min_block_m=smallest)
 
     @property
     def workspace_bytes(self) -> int:
@@ -137,9 +135,7 @@ def device_unsupported_reason(device: torch.device) -> str | None:
     major, minor = torch.cuda.get_device_capability(device)
     if major not in CAPABILITIES:
         served = ", ".join(f"{capability}.x" for capability in CAPABILITIES)
-        return (
-            f"{torch.cuda.get_device_name(device)} has compute capability {major}.{minor}; served: {served}"
-        )
+        return f"{torch.cuda.get_device_name(device)} has compute capability {major}.{minor}; served: {served}"
     return None
 
 

@@ -26,9 +26,7 @@ from megamoe.codegen.pool import Entry, Pool, Result, WorkerDied
 )
 @click.option("--kernel", help="Only this kernel family, e.g. gate_up.")
 @click.option("--recipe", help="Only this recipe: its mma_type or its full name.")
-@click.option(
-    "--json", "path", type=click.Path(path_type=Path, dir_okay=False), help="Write the results here."
-)
+@click.option("--json", "path", type=click.Path(path_type=Path, dir_okay=False), help="Write the results here.")
 def codegen(archs: tuple[str, ...], kernel: str | None, recipe: str | None, path: Path | None) -> None:
     """Compile the default launches of every kernel without a GPU: MMA kind, memory, registers, stack and
     spills. Exits with status 1 when one does not compile or breaks its contract."""
@@ -43,9 +41,7 @@ def codegen(archs: tuple[str, ...], kernel: str | None, recipe: str | None, path
             kernels = ", ".join(sorted({entry.kernel for entry in entries}))
             recipes = ", ".join(sorted({entry.recipe for entry in entries}))
             raise click.UsageError(f"no job matches; kernels: {kernels}; recipes: {recipes}")
-        console.print(
-            f"megamoe {megamoe.__version__}, " + ", ".join(f"{k} {v}" for k, v in pool.versions.items())
-        )
+        console.print(f"megamoe {megamoe.__version__}, " + ", ".join(f"{k} {v}" for k, v in pool.versions.items()))
         results = _compile(pool, chosen, console)
         versions = {"megamoe": megamoe.__version__, **pool.versions}
     console.print(_table(results))
@@ -77,9 +73,7 @@ def _compile(pool: Pool, entries: list[Entry], console: Console) -> list[Result]
 
 
 def _table(results: list[Result]) -> Table:
-    table = Table(
-        "sm", "job", "MMA", "smem", "TMEM", "regs", "stack", "STL/LDL", "in loops", "inexact", "", "s"
-    )
+    table = Table("sm", "job", "MMA", "smem", "TMEM", "regs", "stack", "STL/LDL", "in loops", "inexact", "", "s")
     for result in results:
         entry, report = result.entry, result.report
         row = ["-"] * 8

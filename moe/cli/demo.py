@@ -13,6 +13,7 @@ import megamoe
 from megamoe.cli.console import open_console
 from megamoe.cli.device import describe, open_device
 
+_CLOCK = {"cpu": "one call by the clock, interpreted", "cuda": "median of replays of a CUDA graph of one call"}
 _COLUMNS = (
     "recipe", "backend", "rel. RMS", "worst row", "fitted scale", "limits", "exact sums", "time", "launches",
 )  # fmt: skip
@@ -87,6 +88,7 @@ def demo(name: str | None, tokens: int | None) -> None:
         with console.status("") as status:
             rows, declined = run_layers(shape, device, status.update)
     console.print(_table(rows))
+    console.print(f"time: {_CLOCK[device.type]}; the reference: one call by the clock\n")
     for (backend, reason), recipes in declined.items():
         which = "" if len(recipes) == len({row.recipe for row in rows}) else f" ({', '.join(recipes)})"
         reason = triton_reason or reason if backend == "triton" else reason

@@ -14,9 +14,7 @@ from dataclasses import dataclass, field
 _PTX_TYPE = re.compile(r"(?:(?:f|bf|tf|s|u|b)\d+|u?e\d+m\d+)$")
 _FP32 = re.compile(r"\.(f32|f32x2|f64)$")
 _LLVM_FMA = re.compile(r"call [^@\n]*@llvm\.fma\.(?:v(\d+))?f(?:32|64)\(")
-_SASS_LINE = re.compile(
-    r"\s*/\*[0-9a-f]+\*/\s+(?P<guard>@!?U?P\w+\s+)?(?P<op>[A-Z][\w.]*)\s*(?P<operands>[^;]*);"
-)
+_SASS_LINE = re.compile(r"\s*/\*[0-9a-f]+\*/\s+(?P<guard>@!?U?P\w+\s+)?(?P<op>[A-Z][\w.]*)\s*(?P<operands>[^;]*);")
 _SASS_LABEL = re.compile(r"(\.L\S*):")
 _SASS_TARGET = re.compile(r"`\((\.L[^)]*)\)")
 _SASS_MMA = re.compile(r"(?:UTC[A-Z]|[A-Z]G?)MMA$")
@@ -86,9 +84,7 @@ def mma_kinds(opcodes: Iterable[str]) -> list[str]:
         else:
             continue
         types = [part for part in parts if _PTX_TYPE.match(part)]
-        operands = (
-            types[1:3] + types[4:]
-        )  # without the accumulators; block-scaled ones end with the scale type
+        operands = types[1:3] + types[4:]  # without the accumulators; block-scaled ones end with the scale type
         details = [part for part in parts if part.startswith("kind::") or part == "block_scale"]
         kinds.add(" ".join([name, *details, *([".".join(operands)] if operands else [])]))
     return sorted(kinds)
@@ -149,9 +145,7 @@ def sass_instructions(sass: str) -> list[Instruction]:
             jumps = op.split(".")[0] in ("BRA", "EXIT", "RET", "BRX", "JMP")
             # `BRA.U UP0, label` and `BRA !P2, label` are conditional without a guard.
             conditional = bool(match["guard"]) or "," in operands
-            instructions.append(
-                Instruction(op, tuple(labels), target and target[1], conditional or not jumps)
-            )
+            instructions.append(Instruction(op, tuple(labels), target and target[1], conditional or not jumps))
             labels = []
     if not instructions:
         raise ValueError("no instruction found in the output of nvdisasm -c")

@@ -34,9 +34,7 @@ def violations(report: Report, *, arch: int, kernel: str, recipe: str, contract:
     # A sigmoid is one exponential and one division: where both are allowed, no other division may hide.
     divisions, exponentials = report.inexact.get("div.full", 0), report.inexact.get("ex2.approx", 0)
     if contract >= {"div.full", "ex2.approx"} and divisions > exponentials:
-        found.append(
-            f"{divisions} × div.full for {exponentials} × ex2.approx: not every division is a sigmoid's"
-        )
+        found.append(f"{divisions} × div.full for {exponentials} × ex2.approx: not every division is a sigmoid's")
     expected = SM100_MMA.get(recipe.split("/")[0])
     if arch == 100 and kernel in GEMMS and expected is not None and report.mma != [expected]:
         found.append(f"MMA is {', '.join(report.mma) or 'none'}; {recipe} needs {expected}")

@@ -49,10 +49,7 @@ def disassemble(cubin: bytes) -> tuple[str, str]:
         path = Path(folder, "kernel.cubin")
         path.write_bytes(cubin)
         commands = [knobs.nvidia.cuobjdump.path, "-res-usage"], [knobs.nvidia.nvdisasm.path, "-c"]
-        outputs = [
-            subprocess.run([*command, path], capture_output=True, text=True, check=True)
-            for command in commands
-        ]
+        outputs = [subprocess.run([*command, path], capture_output=True, text=True, check=True) for command in commands]
     return outputs[0].stdout, outputs[1].stdout
 
 

@@ -25,9 +25,7 @@ def collect(arch: int, source: str = KERNELS) -> dict[str, CompileJob]:
     for module in _modules(source):
         for job in getattr(module, "compile_jobs", lambda arch: [])(arch):
             if job.name in jobs:
-                raise ValueError(
-                    f"two compile jobs for arch {arch} are named {job.name!r}; names must be unique"
-                )
+                raise ValueError(f"two compile jobs for arch {arch} are named {job.name!r}; names must be unique")
             jobs[job.name] = job
     return jobs
 

@@ -31,12 +31,7 @@ def main(source: str) -> None:
         if arch not in jobs:
             jobs[arch] = collect(arch, source)
         if "name" not in request:
-            answer(
-                [
-                    {"name": job.name, "kernel": job.kernel, "recipe": job.recipe}
-                    for job in jobs[arch].values()
-                ]
-            )
+            answer([{"name": job.name, "kernel": job.kernel, "recipe": job.recipe} for job in jobs[arch].values()])
             continue
         job = jobs[arch][request["name"]]
         try:
@@ -44,9 +39,7 @@ def main(source: str) -> None:
         except Exception as error:
             answer({"error": f"{type(error).__name__}: {error}"})
         else:
-            broken = violations(
-                report, arch=arch, kernel=job.kernel, recipe=job.recipe, contract=job.contract
-            )
+            broken = violations(report, arch=arch, kernel=job.kernel, recipe=job.recipe, contract=job.contract)
             answer({"report": asdict(report), "violations": broken})
 
 
