@@ -24,9 +24,9 @@ class GemmConfig:
     """Tile of one expert GEMM.
 
     `block_m` permuted rows × `block_n` weight rows × `block_k` elements of the contraction axis per pipeline stage.
-    `mma` is how the numbers meet: `scaled` (`tl.dot_scaled`, native on Blackwell), `decoded` (block-scaled operands
-    decoded to BF16, for SM90, whose MMA knows no block scales) or `block` (FP8 MMA per K block, promoted to fp32 with
-    fp32 scales).
+    `mma` is how the numbers meet: `scaled` (`tl.dot_scaled`, native on Blackwell), `widened` (the same after E2M1
+    weights became E4M3, for SM120, whose MMA does not mix the two), `decoded` (block-scaled operands decoded to BF16,
+    for SM90, whose MMA knows no block scales) or `block` (FP8 MMA per K block, promoted to fp32 with fp32 scales).
     """
 
     block_m: int
@@ -75,7 +75,7 @@ def _gemm_illegal_reason(gemm: GemmConfig, spec: LayerSpec, arch: int, *, is_dow
         group = traits.mid_group if is_down else traits.act_group
         if gemm.block_k != group:
             return f"block_k={gemm.block_k} must equal the activation scale group {group}: one promotion per block"
-    elif gemm.mma == "scaled" and gemm.block_k % (4 * traits.act_group):
+    elif gemm.mma in ("scaled", "widened") and gemm.block_k % (4 * traits.act_group):
         return f"block_k={gemm.block_k} is not a multiple of {4 * traits.act_group}: scales come four to a word"
     elif gemm.block_k % traits.act_group:
         return f"block_k={gemm.block_k} is not a multiple of the activation scale group {traits.act_group}"
@@ -100,14 +100,22 @@ def shared_memory_bytes(gemm: GemmConfig, spec: LayerSpec) -> int:
 
 
 def _mma_choices(spec: LayerSpec) -> tuple[str, ...]:
-    return ("block",) if spec.traits.act_scale_format == "fp32" else ("scaled", "decoded")
+    if spec.traits.act_scale_format == "fp32":
+        return ("block",)
+    return ("scaled", "decoded", "widened") if _mixes_formats(spec) else ("scaled", "decoded")
+
+
+def _mixes_formats(spec: LayerSpec) -> bool:
+    return spec.traits.act == "e4m3" and spec.traits.weight == "e2m1"
 
 
 def mma_of(spec: LayerSpec, arch: int) -> str:
     """How the recipe's numbers meet on `arch`; see `GemmConfig.mma`."""
     if spec.traits.act_scale_format == "fp32":
         return "block"
-    return "decoded" if arch == 90 else "scaled"
+    if arch == 90:
+        return "decoded"
+    return "widened" if arch == 120 and _mixes_formats(spec) else "scaled"
 
 
 def arch_name(arch: int) -> str:

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from megamoe.kernels.layouts.scale_atoms import load_scale_atoms
-from megamoe.kernels.numerics import e2m1_to_f32
+from megamoe.kernels.numerics import e2m1_to_e4m3, e2m1_to_f32
 
 
 @triton.jit
@@ -23,13 +23,25 @@ def _scale_operand(scale, SCALE_FORMAT: tl.constexpr):
 
 
 @triton.jit
+def _widen_columns(packed, BLOCK_K: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Packed E2M1 [BLOCK_K // 2, BLOCK_N] → the same numbers as E4M3 [BLOCK_K, BLOCK_N]."""
+    pairs = tl.join(e2m1_to_e4m3(packed & 0xF), e2m1_to_e4m3(packed >> 4))
+    return tl.permute(pairs, 0, 2, 1).reshape(BLOCK_K, BLOCK_N)
+
+
+@triton.jit
 def scaled_loop(
     a, a_rows, a_live, a_sf, a_sf_stride: tl.constexpr,
     b, b_first, n_rows: tl.constexpr, b_sf,
     K: tl.constexpr, A_FORMAT: tl.constexpr, B_FORMAT: tl.constexpr, SCALE_FORMAT: tl.constexpr, GROUP: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    WIDEN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Block-scaled MMA: native on SM100 and SM120, NumPy in the interpreter."""
+    """Block-scaled MMA: native on SM100 and SM120, NumPy in the interpreter.
+
+    WIDEN turns E2M1 weights into E4M3 in registers: SM120's MMA multiplies E4M3 only by E4M3.
+    """
+    WIDEN_B: tl.constexpr = WIDEN and B_FORMAT == "e2m1"
+    MMA_FORMAT: tl.constexpr = "e4m3" if WIDEN_B else B_FORMAT
     A_PACK: tl.constexpr = 2 if A_FORMAT == "e2m1" else 1
     B_PACK: tl.constexpr = 2 if B_FORMAT == "e2m1" else 1
     EVEN_K: tl.constexpr = K % BLOCK_K == 0
@@ -51,10 +63,12 @@ def scaled_loop(
             a_tile = tl.load(a_ptr, mask=a_live[:, None] & (k0 // A_PACK + a_k < K // A_PACK)[None, :], other=0.0)
             a_scale = tl.load(a_sf_ptr, mask=a_live[:, None] & (k0 // GROUP + sf_k < K // GROUP)[None, :], other=0)
             b_tile = tl.load(b + b_offset, mask=b_live & (k0 // B_PACK + b_k < K // B_PACK)[:, None], other=0.0)
+        if WIDEN_B:
+            b_tile = _widen_columns(b_tile, BLOCK_K, BLOCK_N)
         b_scale = load_scale_atoms(b_sf, b_first, k0 // GROUP, n_rows, K // GROUP, BLOCK_N, BLOCK_K // GROUP)
         acc = tl.dot_scaled(
             a_tile, _scale_operand(a_scale, SCALE_FORMAT), A_FORMAT,
-            b_tile, _scale_operand(b_scale, SCALE_FORMAT), B_FORMAT, acc,
+            b_tile, _scale_operand(b_scale, SCALE_FORMAT), MMA_FORMAT, acc,
         )  # fmt: skip
         a_ptr += BLOCK_K // A_PACK
         a_sf_ptr += BLOCK_K // GROUP
@@ -230,6 +244,6 @@ def expert_tile(
     else:
         acc = scaled_loop(
             a, a_rows, a_live, a_sf, a_sf_stride, b, b_first, n_rows, b_sf,
-            K, A_FORMAT, B_FORMAT, SCALE_FORMAT, GROUP, BLOCK_M, BLOCK_N, BLOCK_K,
+            K, A_FORMAT, B_FORMAT, SCALE_FORMAT, GROUP, MMA == "widened", BLOCK_M, BLOCK_N, BLOCK_K,
         )  # fmt: skip
     return acc

@@ -109,3 +109,11 @@ def e2m1_to_f32(code):
     code = code.to(tl.int32)
     bits = ((code & 7) << 22) | ((code & 8) << 28)
     return bits.to(tl.float32, bitcast=True) * _E2M1_UNALIGN
+
+
+@triton.jit
+def e2m1_to_e4m3(code):
+    """E2M1 code (uint8, bits 0 … 3) → `tl.float8e4nv`, exact: from 1 on both have one mantissa bit at the top."""
+    magnitude = code & 7
+    bits = tl.where(magnitude >= 2, 0x30 + 4 * magnitude, 0x30 * magnitude) | ((code & 8) << 4)
+    return bits.to(tl.uint8).to(tl.float8e4nv, bitcast=True)

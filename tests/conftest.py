@@ -4,6 +4,8 @@ import os
 
 import torch
 
+torch.set_num_threads(1)  # the suite runs in parallel processes: one core each
+
 HAS_GPU = torch.cuda.is_available()
 if not HAS_GPU:
     os.environ["TRITON_INTERPRET"] = "1"  # read once, when triton is first imported

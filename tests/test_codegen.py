@@ -46,7 +46,7 @@ def toys() -> dict[tuple[int, str], Result]:
 
 @pytest.mark.parametrize(("arch", "name"), JOBS)
 def test_default_job_keeps_its_contract(compiled: dict, arch: int, name: str) -> None:
-    """No stack, no STL/LDL, the arithmetic its contract allows, the recipe's MMA on sm_100."""
+    """No stack, no STL/LDL, the arithmetic its contract allows, the MMA of its recipe."""
     result = compiled[arch, name]
     assert result.error is None, result.error
     assert result.violations == []
@@ -67,7 +67,7 @@ def test_sm100_uses_the_recipes_mma(compiled: dict, kernel: str, recipe: object)
     results = [r for r in compiled.values() if r.entry.arch == 100 and r.entry.kernel == kernel]
     reports = [r.report for r in results if r.entry.recipe == str(recipe)]
     assert reports, f"{kernel} has no compile job for {recipe}"
-    assert [report.mma for report in reports] == [[checks.SM100_MMA[str(recipe).split("/")[0]]]] * len(reports)
+    assert [report.mma for report in reports] == [[checks.MMA[100][str(recipe).split("/")[0]]]] * len(reports)
 
 
 @pytest.mark.parametrize(

@@ -37,6 +37,7 @@ CASES = {
     "nvfp4xnvfp4, shared": Case(SERVED[2], "e2m1"),
     "nvfp4xnvfp4 decoded, shared": Case(SERVED[2], "e2m1", mma="decoded"),
     "fp8xfp4 decoded, E4M3 shared": Case(SERVED[0], "e4m3", mma="decoded"),
+    "fp8xfp4 widened, E4M3 shared": Case(SERVED[0], "e4m3", mma="widened"),
     "mxf4xmxf4 decoded": Case(SERVED[1], mma="decoded"),
     "fp8xfp8, shared": Case(SERVED[3], "e4m3"),
 }

@@ -60,6 +60,12 @@ def _e2m1_to_f32(code, out):
     tl.store(out + at, numerics.e2m1_to_f32(tl.load(code + at)))
 
 
+@triton.jit
+def _e2m1_to_e4m3(code, out):
+    at = tl.arange(0, 16)
+    tl.store(out + at, numerics.e2m1_to_e4m3(tl.load(code + at)))
+
+
 def _blocks(values: torch.Tensor) -> torch.Tensor:
     """Padded with ones to whole blocks."""
     return torch.nn.functional.pad(values, (0, -values.numel() % BLOCK), value=1.0)
@@ -184,3 +190,10 @@ def test_e2m1_to_f32(device: str) -> None:
     out = torch.full((16,), math.nan, device=device)
     _e2m1_to_f32[(1,)](codes.to(device), out)
     assert_bytes_equal(out, formats.decode_e2m1(codes), "e2m1_to_f32")
+
+
+def test_e2m1_to_e4m3_keeps_every_number(device: str) -> None:
+    codes = torch.arange(16, dtype=torch.uint8, device=device)
+    out = torch.full((16,), math.nan, device=device).to(torch.float8_e4m3fn)
+    _e2m1_to_e4m3[(1,)](codes, out)
+    assert_bytes_equal(formats.decode_e4m3(out), formats.decode_e2m1(codes), "numbers")

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import click
 from rich.console import Console
+
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
@@ -30,7 +31,7 @@ from megamoe.codegen.pool import Entry, Pool, Result, WorkerDied
 def codegen(archs: tuple[str, ...], kernel: str | None, recipe: str | None, path: Path | None) -> None:
     """Compile the default launches of every kernel without a GPU: MMA kind, memory, registers, stack and
     spills. Exits with status 1 when one does not compile or breaks its contract."""
-    console = Console()
+    console = open_console()
     with Pool() as pool:
         try:
             entries = [entry for arch in archs or ARCHS for entry in pool.list_jobs(int(arch))]

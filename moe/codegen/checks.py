@@ -7,11 +7,26 @@ from megamoe.kernels.config import SHARED_MEMORY
 
 TMEM_COLUMNS = 512
 GEMMS = ("gate_up", "down")
-SM100_MMA = {
-    "fp8xfp4": "tcgen05.mma kind::mxf8f6f4 block_scale",
-    "mxf4xmxf4": "tcgen05.mma kind::mxf4 block_scale",
-    "nvfp4xnvfp4": "tcgen05.mma kind::mxf4nvf4 block_scale",
-    "fp8xfp8": "tcgen05.mma kind::f8f6f4",
+# The MMA that each recipe must reach, and no other: Blackwell's own block scales, SM90's exact BF16 and its FP8.
+MMA = {
+    90: {
+        "fp8xfp4": "wgmma bf16.bf16",
+        "mxf4xmxf4": "wgmma bf16.bf16",
+        "nvfp4xnvfp4": "wgmma bf16.bf16",
+        "fp8xfp8": "wgmma e4m3.e4m3",
+    },
+    100: {
+        "fp8xfp4": "tcgen05.mma kind::mxf8f6f4 block_scale",
+        "mxf4xmxf4": "tcgen05.mma kind::mxf4 block_scale",
+        "nvfp4xnvfp4": "tcgen05.mma kind::mxf4nvf4 block_scale",
+        "fp8xfp8": "tcgen05.mma kind::f8f6f4",
+    },
+    120: {
+        "fp8xfp4": "mma.sync kind::mxf8f6f4 block_scale e4m3.e4m3.ue8m0",
+        "mxf4xmxf4": "mma.sync kind::mxf4nvf4 block_scale e2m1.e2m1.ue8m0",
+        "nvfp4xnvfp4": "mma.sync kind::mxf4nvf4 block_scale e2m1.e2m1.ue4m3",
+        "fp8xfp8": "mma.sync e4m3.e4m3",
+    },
 }
 
 
@@ -35,7 +50,7 @@ def violations(report: Report, *, arch: int, kernel: str, recipe: str, contract:
     divisions, exponentials = report.inexact.get("div.full", 0), report.inexact.get("ex2.approx", 0)
     if contract >= {"div.full", "ex2.approx"} and divisions > exponentials:
         found.append(f"{divisions} × div.full for {exponentials} × ex2.approx: not every division is a sigmoid's")
-    expected = SM100_MMA.get(recipe.split("/")[0])
-    if arch == 100 and kernel in GEMMS and expected is not None and report.mma != [expected]:
+    expected = MMA[arch].get(recipe.split("/")[0])
+    if kernel in GEMMS and expected is not None and report.mma != [expected]:
         found.append(f"MMA is {', '.join(report.mma) or 'none'}; {recipe} needs {expected}")
     return found
