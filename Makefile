@@ -39,8 +39,8 @@ lint: install
 	$(VENV)/bin/mypy
 
 codegen: install $(VENV36)/.installed  ## compile every kernel for sm_90, sm_100 and sm_120 under both Tritons; no GPU needed
-	$(VENV)/bin/python -m megamoe codegen $(ARGS)
-	$(WITH_SRC) $(VENV36)/bin/python -m megamoe codegen $(ARGS)
+	$(VENV)/bin/python -m megamoe codegen --json bench/results/codegen_triton39.json $(ARGS)
+	$(WITH_SRC) $(VENV36)/bin/python -m megamoe codegen --json bench/results/codegen_triton36.json $(ARGS)
 
 gpu-test:  ## the whole suite on this machine's GPU, with the Python that has CUDA torch (and pytest)
 	$(WITH_SRC) $(PYTHON) -m pytest $(ARGS)

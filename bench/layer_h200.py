@@ -15,6 +15,7 @@ import argparse
 import json
 import platform
 import statistics
+import subprocess
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -52,10 +53,10 @@ def main() -> None:
 
 
 def environment() -> dict[str, str]:
-    driver = torch.cuda.get_device_properties(0)
+    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader", "--id=0"]
     return {
         "device": torch.cuda.get_device_name(),
-        "multiprocessors": str(driver.multi_processor_count),
+        "driver": subprocess.run(query, capture_output=True, text=True, check=True).stdout.strip(),
         "cuda": str(torch.version.cuda),
         "torch": torch.__version__,
         "triton": triton.__version__,

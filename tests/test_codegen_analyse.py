@@ -184,6 +184,8 @@ def test_contract_kernel_may_not_even_use_the_sigmoid() -> None:
     assert found == ["1 × ex2.approx (allowed: none)"]
 
 
-def test_sm120_has_less_shared_memory() -> None:
-    assert violations(replace(CLEAN, smem=101377), arch=120) != []
-    assert violations(replace(CLEAN, smem=101376), arch=120) == []
+def test_sm120_has_less_shared_memory_and_another_mma() -> None:
+    sm120 = replace(CLEAN, mma=["mma.sync kind::mxf4nvf4 block_scale e2m1.e2m1.ue8m0"])
+    assert len(violations(replace(sm120, smem=101377), arch=120)) == 1
+    assert violations(replace(sm120, smem=101376), arch=120) == []
+    assert len(violations(replace(CLEAN, smem=101376), arch=120)) == 1

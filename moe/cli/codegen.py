@@ -8,11 +8,11 @@ from pathlib import Path
 
 import click
 from rich.console import Console
-
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 import megamoe
+from megamoe.cli.console import open_console
 from megamoe.codegen.job import ARCHS
 from megamoe.codegen.pool import Entry, Pool, Result, WorkerDied
 
