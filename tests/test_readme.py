@@ -1,5 +1,6 @@
 """The README says what is true: its example runs as it stands and its recipe table is the code's."""
 
+import json
 import re
 from pathlib import Path
 
@@ -8,7 +9,9 @@ import torch
 
 from megamoe.recipe import TABLE, Traits
 
-README = Path(__file__).parent.parent / "README.md"
+ROOT = Path(__file__).parent.parent
+README = ROOT / "README.md"
+RESULTS = ROOT / "bench" / "results"
 SCALES = {"ue8m0": "UE8M0", "ue4m3": "UE4M3", "fp32": "fp32"}
 
 
@@ -41,6 +44,29 @@ def _recipe_table() -> str:
         key = f"`{recipe.mma_type}` | `{recipe.act_scale}` | `{recipe.numerics}`"
         lines.append(f"| {key} | {_activations(row)} | {_weights(row)} | {served} |")
     return "\n".join(lines) + "\n"
+
+
+def _layer_table() -> str:
+    rows = json.loads((RESULTS / "layer_h200.json").read_text())["rows"]
+    tokens = sorted({row["tokens"] for row in rows})
+    titles = [f"{count} token{'s' if count > 1 else ''}" for count in tokens]
+    lines = [f"| layer, µs | {' | '.join(titles)} |", f"|---|{'---|' * len(tokens)}"]
+    for recipe in dict.fromkeys(row["recipe"] for row in rows):
+        times = {row["tokens"]: row["layer_us"] for row in rows if row["recipe"] == recipe}
+        lines.append(f"| `{recipe.split('/')[0]}` | {' | '.join(f'{times[count]:,.0f}' for count in tokens)} |")
+    return "\n".join(lines) + "\n"
+
+
+def test_layer_table_is_the_measured_one() -> None:
+    assert _between("<!-- layer -->", "<!-- /layer -->") == _layer_table()
+
+
+def test_pre_dispatch_figures_are_the_measured_ones() -> None:
+    rows = json.loads((RESULTS / "pre_dispatch_h200.json").read_text())["timings"]
+    times = [row["us"] for row in rows if (row["tokens"], row["hidden"]) == (8192, 4096)]
+    ratios = [row["floor_ratio"] for row in rows if row["floor_ratio"] is not None]
+    text = " ".join(README.read_text().split())
+    assert f"takes {min(times):.0f} to {max(times):.0f} µs, {min(ratios):.1f} to {max(ratios):.1f} times" in text
 
 
 def test_recipe_table_is_the_codes() -> None:
