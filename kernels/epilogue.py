@@ -10,6 +10,8 @@ IEEE reciprocal. Both: the top-k weight multiplies before requantization, and on
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -18,6 +20,7 @@ from megamoe.codegen.job import CompileJob
 from megamoe.kernels.layouts.gate_up import split_gran8, split_gran16_even_odd
 from megamoe.kernels.numerics import e2m1_code_rne, e4m3_to_f32, f32_to_e4m3, ue8m0_ceil, ue8m0_inverse
 from megamoe.recipe import SERVED, Recipe, traits
+from megamoe.spec import SWIGLUOAI_ALPHA, SWIGLUOAI_BETA
 
 # The requantizers multiply by these instead of dividing; as fp32 they are fl(1/448) and fl(1/6).
 RECIPROCAL_448 = tl.constexpr(1 / 448)
@@ -25,11 +28,26 @@ RECIPROCAL_6 = tl.constexpr(1 / 6)
 
 
 @triton.jit
-def swiglu(gate, up, weight, clamp, ROUND_BF16: tl.constexpr, HAS_CLAMP: tl.constexpr):
-    """silu(min(gate, c)) · clamp(up, −c, c) · weight on fp32 tiles; `weight` must broadcast against them.
+def _tanh(x):
+    """fp32 tanh to about 4e-7 of its value: a series below 1/4, where 1 − 2/(1 + exp(2x)) would cancel."""
+    magnitude = tl.abs(x)
+    tail = 1.0 - 2.0 / (1.0 + tl.exp(2.0 * magnitude))
+    square = x * x
+    series = 1.0 + square * (-1 / 3 + square * (2 / 15 + square * (-17 / 315 + square * (62 / 2835))))
+    return tl.where(magnitude < 0.25, x * series, tl.where(x < 0, tail * -1.0, tail))
 
-    `clamp` comes from `clamp_argument`. A BF16 clamp of BF16 values is the same comparison in fp32. Comparisons instead
-    of minimum and maximum fix what becomes of −0 and of NaN: a NaN gate gives c, a NaN up −c (SM100) or c (SM90).
+
+@triton.jit
+def activate(
+    gate, up, weight, clamp, alpha, beta,
+    ACTIVATION: tl.constexpr, ROUND_BF16: tl.constexpr, HAS_CLAMP: tl.constexpr,
+):  # fmt: skip
+    """The activation of fp32 tiles times `weight`, which must broadcast against them.
+
+    With g = min(gate, c) and u = clamp(up, −c, c): `swiglu` g·sigmoid(g)·u; `swigluoai` g·sigmoid(alpha·g)·(u + beta);
+    `situ` (4·tanh(g/4)·sigmoid(g))·(25·tanh(u/25)). The scalars come from `activation_arguments`. A BF16 clamp of BF16
+    values is the same comparison in fp32. Comparisons instead of minimum and maximum fix what becomes of −0 and of NaN:
+    a NaN gate gives c, a NaN up −c (SM100) or c (SM90).
     """
     if ROUND_BF16:
         gate = gate.to(tl.bfloat16).to(tl.float32)
@@ -42,7 +60,14 @@ def swiglu(gate, up, weight, clamp, ROUND_BF16: tl.constexpr, HAS_CLAMP: tl.cons
         else:
             up = tl.where(up < lowest, lowest, up)
         up = tl.where(up <= clamp, up, clamp)
-    sigmoid = 1.0 / (1.0 + tl.exp(-gate))
+    if ACTIVATION == "swigluoai":
+        sigmoid = 1.0 / (1.0 + tl.exp(-(alpha * gate)))
+        up = up + beta
+    else:
+        sigmoid = 1.0 / (1.0 + tl.exp(-gate))
+    if ACTIVATION == "situ":
+        gate = 4.0 * _tanh(0.25 * gate)
+        up = 25.0 * _tanh(tl.div_rn(up, 25.0))
     return gate * sigmoid * up * weight
 
 
@@ -121,8 +146,8 @@ def store_fp8_block64(act, q, sf, rows, live, col, n_cols, sf_stride, ROWS: tl.c
 
 @triton.jit
 def activate_and_store(
-    acc, factor, weight, clamp, q, sf, rows, live, n0, n_cols, sf_stride,
-    MID: tl.constexpr, HAS_FACTOR: tl.constexpr, HAS_CLAMP: tl.constexpr,
+    acc, factor, weight, clamp, alpha, beta, q, sf, rows, live, n0, n_cols, sf_stride,
+    MID: tl.constexpr, HAS_FACTOR: tl.constexpr, ACTIVATION: tl.constexpr, HAS_CLAMP: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """From accumulators to stored intermediate, one tile.
@@ -135,25 +160,25 @@ def activate_and_store(
         acc = acc * factor[:, None]
     if MID == "mxfp8":
         gate, up = split_gran8(acc, BLOCK_M, BLOCK_N)
-        act = swiglu(gate, up, weight[:, None], clamp, True, HAS_CLAMP)
+        act = activate(gate, up, weight[:, None], clamp, alpha, beta, ACTIVATION, True, HAS_CLAMP)
         store_mxfp8(act, q, sf, rows, live, n0 // 2, n_cols, sf_stride, BLOCK_M, BLOCK_N // 2)
     elif MID == "fp8_block64":
         gate, up = split_gran8(acc, BLOCK_M, BLOCK_N)
-        act = swiglu(gate, up, weight[:, None], clamp, False, HAS_CLAMP)
+        act = activate(gate, up, weight[:, None], clamp, alpha, beta, ACTIVATION, False, HAS_CLAMP)
         store_fp8_block64(act, q, sf, rows, live, n0 // 2, n_cols, sf_stride, BLOCK_M, BLOCK_N // 2)
     else:
         gate_even, gate_odd, up_even, up_odd = split_gran16_even_odd(acc, BLOCK_M, BLOCK_N)
-        even = swiglu(gate_even, up_even, weight[:, None], clamp, True, HAS_CLAMP)
-        odd = swiglu(gate_odd, up_odd, weight[:, None], clamp, True, HAS_CLAMP)
+        even = activate(gate_even, up_even, weight[:, None], clamp, alpha, beta, ACTIVATION, True, HAS_CLAMP)
+        odd = activate(gate_odd, up_odd, weight[:, None], clamp, alpha, beta, ACTIVATION, True, HAS_CLAMP)
         GROUP: tl.constexpr = 32 if MID == "mxfp4" else 16
         store_fp4(even, odd, q, sf, rows, live, n0 // 2, n_cols, sf_stride, GROUP, BLOCK_M, BLOCK_N // 4)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
 def requantize_kernel(
-    acc, factor, weight, q, sf, num_rows, clamp,
+    acc, factor, weight, q, sf, num_rows, clamp, alpha, beta,
     I: tl.constexpr, SF_STRIDE: tl.constexpr,
-    MID: tl.constexpr, HAS_FACTOR: tl.constexpr, HAS_CLAMP: tl.constexpr,
+    MID: tl.constexpr, HAS_FACTOR: tl.constexpr, ACTIVATION: tl.constexpr, HAS_CLAMP: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """`activate_and_store` on accumulators from memory; one program per (BLOCK_M rows, BLOCK_N interleaved columns).
@@ -169,18 +194,38 @@ def requantize_kernel(
     row_factor = tl.load(factor + rows, mask=live, other=0.0)
     row_weight = tl.load(weight + rows, mask=live, other=0.0)
     activate_and_store(
-        tile, row_factor, row_weight, clamp, q, sf, rows, live, n0, I, SF_STRIDE,
-        MID, HAS_FACTOR, HAS_CLAMP, BLOCK_M, BLOCK_N,
+        tile, row_factor, row_weight, clamp, alpha, beta, q, sf, rows, live, n0, I, SF_STRIDE,
+        MID, HAS_FACTOR, ACTIVATION, HAS_CLAMP, BLOCK_M, BLOCK_N,
     )  # fmt: skip
 
 
-def clamp_argument(clamp: float | None, recipe: Recipe) -> tuple[bool, float]:
-    """(HAS_CLAMP, clamp) of a launch: None and infinity clamp nothing; SM100 rules round the limit to BF16."""
+class ActivationArguments(NamedTuple):
+    """What a launch passes for the activation: two compile-time choices and three fp32 scalars."""
+
+    ACTIVATION: str
+    HAS_CLAMP: bool
+    clamp: float
+    alpha: float
+    beta: float
+
+    @property
+    def constexprs(self) -> dict[str, object]:
+        return {"ACTIVATION": self.ACTIVATION, "HAS_CLAMP": self.HAS_CLAMP}
+
+    @property
+    def scalars(self) -> tuple[float, float, float]:
+        return self.clamp, self.alpha, self.beta
+
+
+def activation_arguments(
+    recipe: Recipe, activation: str, clamp: float | None, alpha: float, beta: float
+) -> ActivationArguments:
+    """None and infinity clamp nothing; SM100 rules round the limit to BF16. alpha and beta are `swigluoai`'s."""
     if clamp is None or clamp == float("inf"):
-        return False, 0.0
+        return ActivationArguments(activation, False, 0.0, alpha, beta)
     if recipe.numerics == "deep_gemm_sm100":
         clamp = torch.tensor(clamp).bfloat16().item()
-    return True, clamp
+    return ActivationArguments(activation, True, clamp, alpha, beta)
 
 
 REQUANTIZE_TILE = {"BLOCK_M": 16, "BLOCK_N": 128}
@@ -192,9 +237,12 @@ def requantize_accumulators(
     recipe: Recipe,
     *,
     factor: torch.Tensor | None = None,
+    activation: str = "swiglu",
     clamp: float | None = None,
+    alpha: float = SWIGLUOAI_ALPHA,
+    beta: float = SWIGLUOAI_BETA,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """SwiGLU and requantization of given GEMM 1 accumulators, with the fused kernel's arithmetic.
+    """Activation and requantization of given GEMM 1 accumulators, with the fused kernel's arithmetic.
 
     acc: fp32 [R, 2I], columns in the recipe's interleaved order; weight: fp32 [R], the top-k weight; factor: fp32 [R],
     multiplied into the accumulators first (NVFP4's token scale). Returns (q, sf): E4M3 [R, I] or packed E2M1 [R, I/2],
@@ -213,12 +261,12 @@ def requantize_accumulators(
     sf = torch.empty((rows, groups), dtype=sf_dtype, device=acc.device)
     if rows:
         grid = (triton.cdiv(rows, REQUANTIZE_TILE["BLOCK_M"]), triton.cdiv(two_i, REQUANTIZE_TILE["BLOCK_N"]))
-        has_clamp, limit = clamp_argument(clamp, recipe)
+        arguments = activation_arguments(recipe, activation, clamp, alpha, beta)
         with torch.cuda.device_of(acc):
             requantize_kernel[grid](
-                acc, weight if factor is None else factor, weight, q, sf, rows, limit,
-                I=width, SF_STRIDE=groups, MID=t.mid_kind, HAS_FACTOR=factor is not None, HAS_CLAMP=has_clamp,
-                **REQUANTIZE_TILE, num_warps=4, enable_fp_fusion=False,
+                acc, weight if factor is None else factor, weight, q, sf, rows, *arguments.scalars,
+                I=width, SF_STRIDE=groups, MID=t.mid_kind, HAS_FACTOR=factor is not None,
+                **arguments.constexprs, **REQUANTIZE_TILE, num_warps=4, enable_fp_fusion=False,
             )  # fmt: skip
     return q, sf
 
@@ -232,7 +280,8 @@ def compile_jobs(arch: int) -> list[CompileJob]:
             ("*fp32" if t.mid_scale_format == "fp32" else "*u8"),
         )
         signature = {
-            "acc": "*fp32", "factor": "*fp32", "weight": "*fp32", "q": q, "sf": sf, "num_rows": "i32", "clamp": "fp32",
+            "acc": "*fp32", "factor": "*fp32", "weight": "*fp32", "q": q, "sf": sf, "num_rows": "i32",
+            "clamp": "fp32", "alpha": "fp32", "beta": "fp32",
         }  # fmt: skip
         jobs.append(
             CompileJob(
@@ -243,7 +292,7 @@ def compile_jobs(arch: int) -> list[CompileJob]:
                 signature=signature,
                 constexprs={
                     "I": 2048, "SF_STRIDE": 2048 // t.mid_group, "MID": t.mid_kind,
-                    "HAS_FACTOR": t.token_scale, "HAS_CLAMP": True, **REQUANTIZE_TILE,
+                    "HAS_FACTOR": t.token_scale, "ACTIVATION": "swiglu", "HAS_CLAMP": True, **REQUANTIZE_TILE,
                 },
                 options={"num_warps": 4, "enable_fp_fusion": False},
                 divisible_by_16=frozenset(arg for arg, kind in signature.items() if kind.startswith("*")),

@@ -8,7 +8,7 @@ import triton.language as tl
 
 from megamoe.codegen.job import CompileJob
 from megamoe.kernels.config import LayerConfig, choose_config
-from megamoe.kernels.epilogue import activate_and_store, clamp_argument
+from megamoe.kernels.epilogue import ActivationArguments, activate_and_store, activation_arguments
 from megamoe.kernels.mainloop import expert_tile
 from megamoe.kernels.operands import (
     default_specs,
@@ -38,13 +38,13 @@ def gate_up_kernel(
     x, x_sf, x_scale, topk_weights, sorted_slots, tiles,
     w13, w13_sf, shared_w13, shared_w13_sf,
     act, act_sf, shared_act, shared_act_sf,
-    num_tokens, clamp,
+    num_tokens, clamp, alpha, beta,
     H: tl.constexpr, I: tl.constexpr, SHARED_I: tl.constexpr, TOP_K: tl.constexpr,
     X_SF_STRIDE: tl.constexpr, ACT_SF_STRIDE: tl.constexpr, SHARED_ACT_SF_STRIDE: tl.constexpr,
     W_STRIDE: tl.constexpr, W_SF_STRIDE: tl.constexpr,
     MMA: tl.constexpr, A_FORMAT: tl.constexpr, B_FORMAT: tl.constexpr, SHARED_FORMAT: tl.constexpr,
     SCALE_FORMAT: tl.constexpr, GROUP: tl.constexpr, MID: tl.constexpr,
-    TOKEN_SCALE: tl.constexpr, HAS_CLAMP: tl.constexpr,
+    TOKEN_SCALE: tl.constexpr, ACTIVATION: tl.constexpr, HAS_CLAMP: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """One program per (tile of rows, BLOCK_N interleaved weight rows).
@@ -75,9 +75,9 @@ def gate_up_kernel(
                 H, MMA, A_FORMAT, SHARED_FORMAT, SCALE_FORMAT, GROUP, BLOCK_M, BLOCK_N, BLOCK_K,
             )  # fmt: skip
             activate_and_store(
-                acc, factor, tl.full((BLOCK_M,), 1.0, tl.float32), clamp,
+                acc, factor, tl.full((BLOCK_M,), 1.0, tl.float32), clamp, alpha, beta,
                 shared_act, shared_act_sf, rows, live, n0, SHARED_I, SHARED_ACT_SF_STRIDE,
-                MID, TOKEN_SCALE, HAS_CLAMP, BLOCK_M, BLOCK_N,
+                MID, TOKEN_SCALE, ACTIVATION, HAS_CLAMP, BLOCK_M, BLOCK_N,
             )  # fmt: skip
     else:
         pid -= shared_programs
@@ -102,9 +102,9 @@ def gate_up_kernel(
                 H, MMA, A_FORMAT, B_FORMAT, SCALE_FORMAT, GROUP, BLOCK_M, BLOCK_N, BLOCK_K,
             )  # fmt: skip
             activate_and_store(
-                acc, factor, weight, clamp,
+                acc, factor, weight, clamp, alpha, beta,
                 act, act_sf, rows, live, n0, I, ACT_SF_STRIDE,
-                MID, TOKEN_SCALE, HAS_CLAMP, BLOCK_M, BLOCK_N,
+                MID, TOKEN_SCALE, ACTIVATION, HAS_CLAMP, BLOCK_M, BLOCK_N,
             )  # fmt: skip
 
 
@@ -122,7 +122,6 @@ def gate_up(
     if programs == 0 or num_tokens == 0:
         return
     shared = weights.shared or weights.routed  # never read without shared experts
-    _, clamp = clamp_argument(spec.activation_clamp, spec.recipe)
     with torch.cuda.device_of(ws.x_q):
         gate_up_kernel[(programs,)](
             ws.x_q, ws.x_sf, ws.x_sf if ws.x_scale is None else ws.x_scale, ws.topk_weights,
@@ -132,10 +131,16 @@ def gate_up(
             ws.act_q, ws.act_sf,
             ws.act_q if ws.shared_act_q is None else ws.shared_act_q,
             ws.act_sf if ws.shared_act_sf is None else ws.shared_act_sf,
-            num_tokens, clamp,
+            num_tokens, *_activation(spec).scalars,
             **_constexprs(spec, config),
             **launch_options(tile),
         )  # fmt: skip
+
+
+def _activation(spec: LayerSpec) -> ActivationArguments:
+    return activation_arguments(
+        spec.recipe, spec.activation, spec.activation_clamp, spec.activation_alpha, spec.activation_beta
+    )
 
 
 def _constexprs(spec: LayerSpec, config: LayerConfig) -> dict[str, object]:
@@ -147,7 +152,7 @@ def _constexprs(spec: LayerSpec, config: LayerConfig) -> dict[str, object]:
         SHARED_ACT_SF_STRIDE=scale_stride(spec.shared_intermediate, t.mid_scale_format, t.mid_group),
         MID=t.mid_kind,
         TOKEN_SCALE=t.token_scale,
-        HAS_CLAMP=clamp_argument(spec.activation_clamp, spec.recipe)[0],
+        **_activation(spec).constexprs,
         **expert_constexprs(spec.intermediate, spec.hidden, spec, matrices=2),
     )
 
@@ -169,7 +174,7 @@ def compile_jobs(arch: int) -> list[CompileJob]:
                 "shared_w13": pointer["shared"], "shared_w13_sf": pointer["sf"],
                 "act": pointer["act"], "act_sf": pointer["sf"],
                 "shared_act": pointer["act"], "shared_act_sf": pointer["sf"],
-                "num_tokens": "i32", "clamp": "fp32",
+                "num_tokens": "i32", "clamp": "fp32", "alpha": "fp32", "beta": "fp32",
             }  # fmt: skip
             jobs[name] = CompileJob(
                 name=name,

@@ -47,8 +47,8 @@ def mega_moe(
     x_gsf: torch.Tensor | None = None,
     activation: str = "swiglu",
     activation_clamp: float | None = None,
-    activation_alpha: float | None = None,
-    activation_beta: float | None = None,
+    activation_alpha: float | torch.Tensor | None = None,
+    activation_beta: float | torch.Tensor | None = None,
     routed_scaling_factor: float = 1.0,
     local_expert_offset: int = 0,
     num_experts: int | None = None,
@@ -78,7 +78,10 @@ def mega_moe(
     decides their format (beside `fp8xfp4` E4M3 with UE8M0/32 scales or MXFP4, elsewhere the routed format).
     expert_scales: float32 [E], multiplied into the top-k weights of each expert's slots.
     routed_scaling_factor: multiplied into every top-k weight; shared experts keep weight 1.
+    activation: "swiglu" gate·sigmoid(gate)·up; "swigluoai" gate·sigmoid(alpha·gate)·(up + beta); "situ" (`fp8xfp4`, no
+    clamp) 4·tanh(gate/4)·sigmoid(gate)·25·tanh(up/25).
     activation_clamp: c in gate = min(gate, c), up = clamp(up, −c, c); None or inf: no clamp.
+    activation_alpha, activation_beta: those of "swigluoai"; None: 1.702 and 1.
     output: BF16 [T, H] to write into; allocated when None. T = 0 is allowed.
     moe_backend: "triton", "reference" or "auto" (triton where it can run, else reference).
 
@@ -86,7 +89,18 @@ def mega_moe(
     the backend's reason for what is legal but not served; nothing is launched or written then.
     """
     recipe = resolve_recipe(mma_type, act_scale, numerics)
-    clamp = validation.check_activation(activation, activation_clamp)
+    per_expert = {
+        name: value
+        for name, value in (("activation_alpha", activation_alpha), ("activation_beta", activation_beta))
+        if isinstance(value, torch.Tensor)
+    }
+    checked_activation = validation.check_activation(
+        recipe,
+        activation,
+        activation_clamp,
+        None if "activation_alpha" in per_expert else activation_alpha,
+        None if "activation_beta" in per_expert else activation_beta,
+    )
     factor = validation.check_routed_scaling_factor(routed_scaling_factor)
     validation.check_choice("w13_layout", w13_layout, validation.W13_LAYOUTS)
     validation.check_flag("check_ids", check_ids)
@@ -97,15 +111,14 @@ def mega_moe(
         arguments={
             "w13_bias": w13_bias, "w2_bias": w2_bias, "l1_alphas": l1_alphas, "l2_alphas": l2_alphas,
             "l2_act_scales": l2_act_scales, "x_gsf": x_gsf, "expert_map": expert_map,
-            "activation_alpha": activation_alpha, "activation_beta": activation_beta,
+            **per_expert,
         },
-        activation=activation,
         w13_layout=w13_layout,
         local_expert_offset=local_expert_offset,
         num_experts=num_experts,
     )  # fmt: skip
     num_tokens, top_k = validation.read_token_dims(hidden_states, topk_ids)
-    spec = _layer_spec(recipe, dims, top_k, activation, clamp)
+    spec = _layer_spec(recipe, dims, top_k, checked_activation)
     request = LayerRequest(spec, w13.device, max(num_tokens, 1), options)
     backend = select(moe_backend, request)
 
@@ -165,6 +178,8 @@ class MegaMoE:
         *,
         activation: str = "swiglu",
         activation_clamp: float | None = None,
+        activation_alpha: float | None = None,
+        activation_beta: float | None = None,
         expert_scales: torch.Tensor | None = None,
         routed_scaling_factor: float = 1.0,
         check_ids: bool = False,
@@ -175,7 +190,9 @@ class MegaMoE:
         validation.check_count("max_tokens", max_tokens, 1)
         validation.check_count("top_k", top_k, 1, validation.MAX_TOP_K)
         validation.check_flag("check_ids", check_ids)
-        clamp = validation.check_activation(activation, activation_clamp)
+        checked_activation = validation.check_activation(
+            weights.recipe, activation, activation_clamp, activation_alpha, activation_beta
+        )
         factor = validation.check_routed_scaling_factor(routed_scaling_factor)
         dims = validation.WeightDims(
             weights.num_experts,
@@ -186,12 +203,11 @@ class MegaMoE:
         )
         if expert_scales is not None:
             validation.check_expert_scales(expert_scales, dims.num_experts, weights.device)
-        options = _options_in_use(dims.num_experts, activation=activation)
-        self.spec = _layer_spec(weights.recipe, dims, top_k, activation, clamp)
+        self.spec = _layer_spec(weights.recipe, dims, top_k, checked_activation)
         self.max_tokens = max_tokens
         self.device = weights.device
         self._call = _Call(self.spec, self.device, check_ids)
-        request = LayerRequest(self.spec, self.device, max_tokens, options)
+        request = LayerRequest(self.spec, self.device, max_tokens)
         backend = select(moe_backend, request)
         self.backend = backend.name
         self._layer = backend.open(request, weights, expert_scales=expert_scales, routed_scaling_factor=factor)
@@ -280,7 +296,7 @@ class _Call:
 
 
 def _layer_spec(
-    recipe: Recipe, dims: validation.WeightDims, top_k: int, activation: str, clamp: float | None
+    recipe: Recipe, dims: validation.WeightDims, top_k: int, activation: validation.Activation
 ) -> LayerSpec:
     return LayerSpec(
         recipe,
@@ -290,24 +306,20 @@ def _layer_spec(
         top_k=top_k,
         num_shared_experts=dims.num_shared_experts,
         shared_weight=dims.shared_weight,
-        activation=activation,
-        activation_clamp=clamp,
+        **activation._asdict(),
     )
 
 
 def _options_in_use(
     experts_in_w13: int,
     *,
-    activation: str,
-    arguments: dict[str, object] | None = None,
-    w13_layout: str = "gate_up",
-    local_expert_offset: int = 0,
-    num_experts: int | None = None,
+    arguments: dict[str, object],
+    w13_layout: str,
+    local_expert_offset: int,
+    num_experts: int | None,
 ) -> tuple[str, ...]:
     """The `LayerRequest.options` of a call."""
-    options = [name for name, value in (arguments or {}).items() if value is not None]
-    if activation != "swiglu":
-        options.append(f"activation={activation!r}")
+    options = [name for name, value in arguments.items() if value is not None]
     if w13_layout != "gate_up":
         options.append(f"w13_layout={w13_layout!r}")
     if validation.check_count("local_expert_offset", local_expert_offset, 0):

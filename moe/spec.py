@@ -9,6 +9,7 @@ from megamoe.recipe import Recipe, Traits, traits
 MAX_EXPERTS = 1024
 MAX_TOP_K = 32
 ACTIVATIONS = ("swiglu", "swigluoai", "situ")
+SWIGLUOAI_ALPHA, SWIGLUOAI_BETA = 1.702, 1.0  # gpt-oss, and what DeepGEMM has built in
 
 
 @dataclass(frozen=True)
@@ -29,6 +30,8 @@ class LayerSpec:
     shared_weight: str | None = None  # element format of the shared weights; None: no shared experts
     activation: str = "swiglu"
     activation_clamp: float | None = None
+    activation_alpha: float = SWIGLUOAI_ALPHA  # swigluoai: gate·sigmoid(alpha·gate)·(up + beta)
+    activation_beta: float = SWIGLUOAI_BETA
     ep_rank: int = 0
     ep_size: int = 1
 

@@ -11,12 +11,13 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from numbers import Real
+from typing import NamedTuple
 
 import torch
 
 from megamoe.plain_weights import PlainWeights
 from megamoe.recipe import Recipe, traits
-from megamoe.spec import ACTIVATIONS, MAX_EXPERTS, MAX_TOP_K
+from megamoe.spec import ACTIVATIONS, MAX_EXPERTS, MAX_TOP_K, SWIGLUOAI_ALPHA, SWIGLUOAI_BETA
 
 PACKED_E2M1 = (torch.uint8, torch.int8)
 WEIGHT_DTYPES: dict[str, tuple[torch.dtype, ...]] = {"e2m1": PACKED_E2M1, "e4m3": (torch.float8_e4m3fn,)}
@@ -109,9 +110,40 @@ def check_choice(name: str, value: object, allowed: tuple[str, ...]) -> None:
         raise ValueError(f"{name} is {value!r}; allowed: {', '.join(map(repr, allowed))}")
 
 
-def check_activation(activation: object, clamp: object) -> float | None:
-    """The clamp as a float, None where it clamps nothing (None and +inf say the same)."""
+class Activation(NamedTuple):
+    """The activation of a `LayerSpec`, by its field names."""
+
+    activation: str
+    activation_clamp: float | None
+    activation_alpha: float
+    activation_beta: float
+
+
+def check_activation(
+    recipe: Recipe, activation: str, clamp: object, alpha: object = None, beta: object = None
+) -> Activation:
+    """The arguments as numbers: no clamp where it clamps nothing (None and +inf), alpha and beta's defaults."""
     check_choice("activation", activation, ACTIVATIONS)
+    if activation == "situ" and recipe.mma_type != "fp8xfp4":
+        raise ValueError(f"activation is 'situ'; under {recipe} allowed: 'swiglu', 'swigluoai'")
+    limit = _check_clamp(clamp)
+    if activation == "situ" and limit is not None:
+        raise ValueError(f"activation_clamp is {limit}; allowed with activation='situ': None")
+    numbers = []
+    for name, value, default in (
+        ("activation_alpha", alpha, SWIGLUOAI_ALPHA),
+        ("activation_beta", beta, SWIGLUOAI_BETA),
+    ):
+        if value is not None and activation != "swigluoai":
+            raise ValueError(f"{name} is {value!r}; allowed with activation={activation!r}: None")
+        number = check_number(name, default if value is None else value, "None or a finite number")
+        if not math.isfinite(number):
+            raise ValueError(f"{name} is {number}; allowed: None or a finite number")
+        numbers.append(number)
+    return Activation(activation, limit, *numbers)
+
+
+def _check_clamp(clamp: object) -> float | None:
     if clamp is None:
         return None
     allowed = "None or a number of at least 0 (0 and inf included)"

@@ -58,6 +58,7 @@ def random_layer(
     top_k: int,
     num_shared_experts: int = 0,
     shared_weight: str | None = None,
+    activation: str = "swiglu",
     activation_clamp: float | None = None,
     masked: float = 0.0,
     seed: int = 0,
@@ -65,7 +66,15 @@ def random_layer(
 ) -> Layer:
     """A whole random layer; see `layer_spec`, `random_weights` and `random_inputs`."""
     spec = layer_spec(
-        recipe, hidden, intermediate, num_experts, top_k, num_shared_experts, shared_weight, activation_clamp
+        recipe,
+        hidden,
+        intermediate,
+        num_experts,
+        top_k,
+        num_shared_experts,
+        shared_weight,
+        activation_clamp,
+        activation,
     )
     generator = torch.Generator(device).manual_seed(seed)
     weights = random_weights(spec, generator)
@@ -82,6 +91,7 @@ def layer_spec(
     num_shared_experts: int = 0,
     shared_weight: str | None = None,
     activation_clamp: float | None = None,
+    activation: str = "swiglu",
 ) -> LayerSpec:
     """A `LayerSpec`; with shared experts their element defaults to DeepGEMM's: E4M3 beside E4M3
     activations."""
@@ -95,6 +105,7 @@ def layer_spec(
         top_k,
         num_shared_experts,
         shared_weight if num_shared_experts else None,
+        activation=activation,
         activation_clamp=activation_clamp,
     )
 

@@ -89,15 +89,9 @@ def _reference(layer: Layer) -> torch.Tensor:
 
 
 def _random(case: Case, device: str, *, tokens: int = 20, **changes: object) -> Layer:
-    options: dict = {**SHAPE, "num_shared_experts": 1 if case.shared_weight else 0, **changes}
-    return random_layer(
-        case.recipe,
-        tokens=tokens,
-        shared_weight=case.shared_weight,
-        activation_clamp=2.0,
-        device=device,
-        **options,
-    )
+    shared = {"shared_weight": case.shared_weight, "num_shared_experts": 1 if case.shared_weight else 0}
+    options: dict = {**SHAPE, **shared, "activation_clamp": 2.0, **changes}
+    return random_layer(case.recipe, tokens=tokens, device=device, **options)
 
 
 def _with(layer: Layer, **changes: torch.Tensor) -> Layer:
@@ -151,6 +145,19 @@ def test_odd_sizes(name: str, device: str) -> None:
 def test_several_shared_experts_are_one_wider_mlp(name: str, num_shared: int, device: str) -> None:
     case = CASES[name]
     layer = _random(case, device, num_shared_experts=num_shared)
+    problem = check(compare(_run(layer, case, device), _reference(layer)), LIMITS[case.recipe])
+    assert problem is None, problem
+
+
+# situ is legal beside fp8xfp4 only.
+ACTIVATIONS = [("swigluoai", name) for name in CASES] + [("situ", name) for name in CASES if name.startswith("fp8xfp4")]
+
+
+@pytest.mark.parametrize(("activation", "name"), ACTIVATIONS)
+def test_activations(activation: str, name: str, device: str) -> None:
+    case = CASES[name]
+    clamp = 1.5 if activation == "swigluoai" else None
+    layer = _random(case, device, activation=activation, activation_clamp=clamp)
     problem = check(compare(_run(layer, case, device), _reference(layer)), LIMITS[case.recipe])
     assert problem is None, problem
 

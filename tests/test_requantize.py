@@ -14,7 +14,7 @@ import torch
 from megamoe.kernels.epilogue import requantize_accumulators
 from megamoe.kernels.layouts.gate_up import interleave_gate_up
 from megamoe.oracle.metrics import assert_bytes_equal
-from megamoe.oracle.reference import requantize, swiglu
+from megamoe.oracle.reference import activate, requantize
 from megamoe.recipe import SERVED, Recipe, traits
 
 RECIPES = {recipe.mma_type: recipe for recipe in SERVED}
@@ -31,7 +31,7 @@ def _check(recipe: Recipe, up: torch.Tensor, device: str, *, weight: float = 1 /
     rows = up.shape[0]
     weights = torch.full((rows,), weight)
     q, sf = _requantize(recipe, torch.full_like(up, 32.0), up, weights, device)
-    act = swiglu(torch.full_like(up, 32.0), up, recipe.numerics, None) * weights[:, None]
+    act = activate(torch.full_like(up, 32.0), up, recipe.numerics, None) * weights[:, None]
     expected_q, expected_sf = requantize(act, recipe)
     assert_bytes_equal(q, expected_q, f"{recipe} elements")
     assert_bytes_equal(sf, expected_sf, f"{recipe} scales")
@@ -139,7 +139,7 @@ def test_clamp(recipe: Recipe, clamp: float | None, device: str) -> None:
     gate, up = torch.randn(2, 32, 128, generator=generator) * 4
     weights = torch.rand(32, generator=generator) + 0.5
     q, _ = _requantize(recipe, gate, up, weights, device, clamp=clamp)
-    act = swiglu(gate, up, recipe.numerics, clamp) * weights[:, None]
+    act = activate(gate, up, recipe.numerics, clamp) * weights[:, None]
     expected_q, _ = requantize(act, recipe)
     # The sigmoid is approximate on a GPU: a value on a rounding boundary may fall to the neighbouring code.
     different = (q.view(torch.uint8) != expected_q.view(torch.uint8)).float().mean().item()
@@ -147,6 +147,40 @@ def test_clamp(recipe: Recipe, clamp: float | None, device: str) -> None:
     if clamp == 0.0:
         magnitudes = q.view(torch.uint8) & (0x77 if q.dtype == torch.uint8 else 0x7F)
         assert_bytes_equal(magnitudes, torch.zeros_like(magnitudes), "elements without their signs")
+
+
+@pytest.mark.parametrize(("alpha", "beta"), [(1.702, 1.0), (1.0, 0.5), (0.75, -2.0)])
+@pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
+def test_swigluoai_bytes(recipe: Recipe, alpha: float, beta: float, device: str) -> None:
+    """The sigmoid of 32·alpha is 1 as well, so that only (up + beta) stands between accumulators and bytes."""
+    up = _normal(torch.Generator().manual_seed(13))
+    weights = torch.full((up.shape[0],), 1 / 32)
+    options = dict(activation="swigluoai", alpha=alpha, beta=beta)
+    q, sf = _requantize(recipe, torch.full_like(up, 32.0), up, weights, device, **options)
+    act = activate(torch.full_like(up, 32.0), up, recipe.numerics, None, **options) * weights[:, None]
+    expected_q, expected_sf = requantize(act, recipe)
+    assert_bytes_equal(q, expected_q, "elements")
+    assert_bytes_equal(sf, expected_sf, "scales")
+
+
+ACTIVATIONS = {
+    "swigluoai": dict(activation="swigluoai", alpha=1.702, beta=1.0),
+    "swigluoai, other constants": dict(activation="swigluoai", alpha=0.8, beta=-0.25),
+    "situ": dict(activation="situ"),
+}
+
+
+@pytest.mark.parametrize("scale", [0.01, 1.0, 30.0])
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_activations_from_small_to_saturated(name: str, scale: float, device: str) -> None:
+    recipe = RECIPES["fp8xfp4"]
+    gate, up = torch.randn(2, 64, 128, generator=torch.Generator().manual_seed(14)) * scale
+    weights = torch.ones(64)
+    q, sf = _requantize(recipe, gate, up, weights, device, **ACTIVATIONS[name])
+    expected_q, expected_sf = requantize(activate(gate, up, recipe.numerics, None, **ACTIVATIONS[name]), recipe)
+    different = (q.view(torch.uint8) != expected_q.view(torch.uint8)).float().mean().item()
+    assert different < 2e-3, different
+    assert (sf != expected_sf).float().mean().item() < 2e-3
 
 
 def test_token_factor_multiplies_the_accumulators_first(device: str) -> None:
@@ -159,7 +193,7 @@ def test_token_factor_multiplies_the_accumulators_first(device: str) -> None:
     assert not gate.isnan().any()
     weights = torch.full((16,), 1 / 32)
     q, sf = _requantize(recipe, gate, up, weights, device, factor=factor.to(device))
-    act = swiglu(gate * factor[:, None], up * factor[:, None], recipe.numerics, None) * weights[:, None]
+    act = activate(gate * factor[:, None], up * factor[:, None], recipe.numerics, None) * weights[:, None]
     expected_q, expected_sf = requantize(act, recipe)
     assert_bytes_equal(q, expected_q, "elements")
     assert_bytes_equal(sf, expected_sf, "scales")

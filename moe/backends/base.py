@@ -22,7 +22,7 @@ class LayerRequest:
     """A layer without its numbers: everything a backend needs in order to accept or decline it.
 
     `max_tokens` bounds the tokens of one call. `options` names the optional arguments in use that go beyond a
-    SwiGLU layer on one rank, as the caller wrote them ("w13_bias", "activation='situ'").
+    SwiGLU layer on one rank, as the caller wrote them ("w13_bias", "num_experts=9").
     """
 
     spec: LayerSpec

@@ -7,11 +7,11 @@ kernels may form. Runs on CPU and CUDA.
 from megamoe.oracle.reference.layer import (
     LayerTrace,
     Stages,
+    activate,
     combine,
     moe_layer,
     shared_tensors,
     slots_by_expert,
-    swiglu,
 )
 from megamoe.oracle.reference.quantizers import (
     BlockFormat,
@@ -45,6 +45,7 @@ __all__ = [
     "Quantized",
     "Stages",
     "act_format",
+    "activate",
     "combine",
     "dequantize_act",
     "dequantize_weight",
@@ -62,6 +63,5 @@ __all__ = [
     "shared_tensors",
     "shared_weight_format",
     "slots_by_expert",
-    "swiglu",
     "weight_format",
 ]

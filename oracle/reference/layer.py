@@ -28,7 +28,7 @@ from megamoe.oracle.reference.quantizers import (
 from megamoe.oracle.reference.summation import Matmul, matmul_fp64
 from megamoe.plain_weights import PlainWeights
 from megamoe.recipe import Recipe, traits
-from megamoe.spec import LayerSpec
+from megamoe.spec import SWIGLUOAI_ALPHA, SWIGLUOAI_BETA, LayerSpec
 
 
 @dataclass
@@ -136,11 +136,22 @@ def moe_layer(
     )
 
 
-def swiglu(gate: torch.Tensor, up: torch.Tensor, numerics: str, clamp: float | None) -> torch.Tensor:
-    """(gate · sigmoid(gate)) · up in fp32, of fp32 accumulators; `clamp` None or +inf: no clamp.
+def activate(
+    gate: torch.Tensor,
+    up: torch.Tensor,
+    numerics: str,
+    clamp: float | None,
+    *,
+    activation: str = "swiglu",
+    alpha: float = SWIGLUOAI_ALPHA,
+    beta: float = SWIGLUOAI_BETA,
+) -> torch.Tensor:
+    """The activation in fp32, of fp32 accumulators; `clamp` None or +inf: no clamp.
 
-    SM100 rounds gate and up to BF16 first and clamps in BF16, SM90 stays in fp32. A clamp replaces NaN:
-    gate by +c, up by −c (SM100) or +c (SM90), as the comparisons upstream's kernels use do.
+    swiglu: (gate · sigmoid(gate)) · up. swigluoai: (gate · sigmoid(alpha · gate)) · (up + beta).
+    situ: (4 · tanh(gate/4) · sigmoid(gate)) · (25 · tanh(up/25)). SM100 rounds gate and up to BF16 first and clamps in
+    BF16, SM90 stays in fp32. A clamp replaces NaN: gate by +c, up by −c (SM100) or +c (SM90), as the comparisons of
+    upstream's kernels do.
     """
     if numerics == "deep_gemm_sm100":
         gate, up = _round_to_bf16(gate), _round_to_bf16(up)
@@ -155,8 +166,14 @@ def swiglu(gate: torch.Tensor, up: torch.Tensor, numerics: str, clamp: float | N
             up = torch.where(up < -c, -c, up)
         gate = torch.where(gate <= c, gate, c)
         up = torch.where(up <= c, up, c)
-    # exp in fp64, rounded once: torch's fp32 exp differs between devices.
-    sigmoid = (1.0 + torch.exp(-gate.double()).float()).reciprocal()
+    # exp and tanh in fp64, rounded once: torch's fp32 functions differ between devices.
+    slope = alpha * gate if activation == "swigluoai" else gate
+    sigmoid = (1.0 + torch.exp(-slope.double()).float()).reciprocal()
+    if activation == "swigluoai":
+        up = up + beta
+    elif activation == "situ":
+        gate = 4 * torch.tanh((gate / 4).double()).float()
+        up = 25 * torch.tanh((up / 25).double()).float()
     return (gate * sigmoid) * up
 
 
@@ -191,7 +208,10 @@ def _expert_mlp(
     )
     if x.token_scale is not None:
         gate, up = gate * x.token_scale[:, None], up * x.token_scale[:, None]
-    act = swiglu(gate, up, spec.recipe.numerics, spec.activation_clamp) * slot_weights[:, None]
+    act = activate(
+        gate, up, spec.recipe.numerics, spec.activation_clamp,
+        activation=spec.activation, alpha=spec.activation_alpha, beta=spec.activation_beta,
+    ) * slot_weights[:, None]  # fmt: skip
     act_q, act_sf = requantize(act, spec.recipe)
     out = _gemm(act_q, act_sf, mid_format(row), w2, w2_scale, weight, spec.recipe, matmul)
     return Stages(torch.cat([gate, up], dim=-1), act, act_q, act_sf), out.bfloat16()
@@ -284,7 +304,5 @@ def _require_served(spec: LayerSpec) -> None:
     missing = traits(spec.recipe).missing
     if missing is not None:
         raise NotImplementedError(f"{spec.recipe} {missing}")
-    if spec.activation != "swiglu":
-        raise NotImplementedError(f"activation={spec.activation!r} is not served yet; allowed: 'swiglu'")
     if spec.ep_size != 1:
         raise NotImplementedError(f"ep_size={spec.ep_size} is not served yet; allowed: 1")
