@@ -34,13 +34,13 @@ def _store_rows(acc, out, out_rows, live, n0, H: tl.constexpr, BLOCK_N: tl.const
 @triton.jit(do_not_specialize=["num_tokens"])
 def down_kernel(
     act, act_sf, shared_act, shared_act_sf, sorted_slots, tiles,
-    w2, w2_sf, shared_w2, shared_w2_sf, out,
+    l2_alphas, w2, w2_sf, shared_w2, shared_w2_sf, out,
     num_tokens,
     H: tl.constexpr, I: tl.constexpr, SHARED_I: tl.constexpr, TOP_K: tl.constexpr,
     ACT_SF_STRIDE: tl.constexpr, SHARED_ACT_SF_STRIDE: tl.constexpr,
     W_STRIDE: tl.constexpr, W_SF_STRIDE: tl.constexpr,
     MMA: tl.constexpr, A_FORMAT: tl.constexpr, B_FORMAT: tl.constexpr, SHARED_FORMAT: tl.constexpr,
-    SCALE_FORMAT: tl.constexpr, GROUP: tl.constexpr,
+    SCALE_FORMAT: tl.constexpr, GROUP: tl.constexpr, HAS_ALPHAS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """One program per (tile of rows, BLOCK_N output columns); the tile order is `gate_up_kernel`'s.
@@ -84,6 +84,8 @@ def down_kernel(
                 w2 + expert * W_STRIDE, n0, H, w2_sf + expert * W_SF_STRIDE, n // 128,
                 I, MMA, A_FORMAT, B_FORMAT, SCALE_FORMAT, GROUP, BLOCK_M, BLOCK_N, BLOCK_K,
             )  # fmt: skip
+            if HAS_ALPHAS:
+                acc = acc * tl.load(l2_alphas + expert)
             _store_rows(acc, out, slots // TOP_K * SLOTS + slots % TOP_K, live, n0, H, BLOCK_N)
 
 
@@ -105,10 +107,12 @@ def down(
             ws.act_q if ws.shared_act_q is None else ws.shared_act_q,
             ws.act_sf if ws.shared_act_sf is None else ws.shared_act_sf,
             ws.plan.sorted_slots, ws.plan.tiles,
+            ws.topk_weights if weights.l2_alphas is None else weights.l2_alphas,
             weight_bytes(weights.routed.w2), scale_bytes(weights.routed.w2_scale),
             weight_bytes(shared.w2), scale_bytes(shared.w2_scale),
             ws.rows, num_tokens,
             **_constexprs(spec, config),
+            HAS_ALPHAS=weights.l2_alphas is not None,
             **launch_options(tile),
         )  # fmt: skip
 
@@ -135,7 +139,7 @@ def compile_jobs(arch: int) -> list[CompileJob]:
             signature = {
                 "act": pointer["act"], "act_sf": pointer["sf"],
                 "shared_act": pointer["act"], "shared_act_sf": pointer["sf"],
-                "sorted_slots": "*i32", "tiles": "*i32",
+                "sorted_slots": "*i32", "tiles": "*i32", "l2_alphas": "*fp32",
                 "w2": pointer["weight"], "w2_sf": pointer["sf"],
                 "shared_w2": pointer["shared"], "shared_w2_sf": pointer["sf"],
                 "out": "*bf16", "num_tokens": "i32",
@@ -146,7 +150,7 @@ def compile_jobs(arch: int) -> list[CompileJob]:
                 recipe=str(spec.recipe),
                 fn=down_kernel,
                 signature=signature,
-                constexprs=_constexprs(spec, config),
+                constexprs=_constexprs(spec, config) | {"HAS_ALPHAS": spec.traits.token_scale},
                 options=launch_options(tile),
                 divisible_by_16=frozenset(arg for arg, kind in signature.items() if kind.startswith("*")),
             )

@@ -146,18 +146,16 @@ def store_fp8_block64(act, q, sf, rows, live, col, n_cols, sf_stride, ROWS: tl.c
 
 @triton.jit
 def activate_and_store(
-    acc, factor, weight, clamp, alpha, beta, q, sf, rows, live, n0, n_cols, sf_stride,
+    acc, gate_factor, up_factor, weight, clamp, alpha, beta, q, sf, rows, live, n0, n_cols, sf_stride,
     MID: tl.constexpr, HAS_FACTOR: tl.constexpr, ACTIVATION: tl.constexpr, HAS_CLAMP: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """From accumulators to stored intermediate, one tile.
 
     acc [BLOCK_M, BLOCK_N] covers interleaved weight rows n0 … n0+BLOCK_N, hence intermediate columns n0/2 …;
-    `factor` and `weight` are fp32 [BLOCK_M] (NVFP4's token scale; the top-k weight). MID names the requantization:
-    `mxfp8`, `mxfp4`, `nvfp4` (SM100 rules) or `fp8_block64` (SM90 rules).
+    the factors and `weight` are fp32 [BLOCK_M] (NVFP4's token scale and alphas; the top-k weight). MID names the
+    requantization: `mxfp8`, `mxfp4`, `nvfp4` (SM100 rules) or `fp8_block64` (SM90 rules).
     """
-    if HAS_FACTOR:
-        acc = acc * factor[:, None]
     if MID == "mxfp8":
         gate, up = split_gran8(acc, BLOCK_M, BLOCK_N)
         act = activate(gate, up, weight[:, None], clamp, alpha, beta, ACTIVATION, True, HAS_CLAMP)
@@ -168,6 +166,11 @@ def activate_and_store(
         store_fp8_block64(act, q, sf, rows, live, n0 // 2, n_cols, sf_stride, BLOCK_M, BLOCK_N // 2)
     else:
         gate_even, gate_odd, up_even, up_odd = split_gran16_even_odd(acc, BLOCK_M, BLOCK_N)
+        if HAS_FACTOR:
+            gate_even = gate_even * gate_factor[:, None]
+            gate_odd = gate_odd * gate_factor[:, None]
+            up_even = up_even * up_factor[:, None]
+            up_odd = up_odd * up_factor[:, None]
         even = activate(gate_even, up_even, weight[:, None], clamp, alpha, beta, ACTIVATION, True, HAS_CLAMP)
         odd = activate(gate_odd, up_odd, weight[:, None], clamp, alpha, beta, ACTIVATION, True, HAS_CLAMP)
         GROUP: tl.constexpr = 32 if MID == "mxfp4" else 16
@@ -194,7 +197,7 @@ def requantize_kernel(
     row_factor = tl.load(factor + rows, mask=live, other=0.0)
     row_weight = tl.load(weight + rows, mask=live, other=0.0)
     activate_and_store(
-        tile, row_factor, row_weight, clamp, alpha, beta, q, sf, rows, live, n0, I, SF_STRIDE,
+        tile, row_factor, row_factor, row_weight, clamp, alpha, beta, q, sf, rows, live, n0, I, SF_STRIDE,
         MID, HAS_FACTOR, ACTIVATION, HAS_CLAMP, BLOCK_M, BLOCK_N,
     )  # fmt: skip
 

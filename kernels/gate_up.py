@@ -36,7 +36,7 @@ def _block_scale_rows(n0, INTERMEDIATE: tl.constexpr, BLOCK_N: tl.constexpr):
 @triton.jit(do_not_specialize=["num_tokens"])
 def gate_up_kernel(
     x, x_sf, x_scale, topk_weights, sorted_slots, tiles,
-    w13, w13_sf, shared_w13, shared_w13_sf,
+    l1_alphas, l2_act_scales, w13, w13_sf, shared_w13, shared_w13_sf,
     act, act_sf, shared_act, shared_act_sf,
     num_tokens, clamp, alpha, beta,
     H: tl.constexpr, I: tl.constexpr, SHARED_I: tl.constexpr, TOP_K: tl.constexpr,
@@ -44,7 +44,8 @@ def gate_up_kernel(
     W_STRIDE: tl.constexpr, W_SF_STRIDE: tl.constexpr,
     MMA: tl.constexpr, A_FORMAT: tl.constexpr, B_FORMAT: tl.constexpr, SHARED_FORMAT: tl.constexpr,
     SCALE_FORMAT: tl.constexpr, GROUP: tl.constexpr, MID: tl.constexpr,
-    TOKEN_SCALE: tl.constexpr, ACTIVATION: tl.constexpr, HAS_CLAMP: tl.constexpr,
+    TOKEN_SCALE: tl.constexpr, HAS_L1_ALPHAS: tl.constexpr, HAS_ACT_SCALES: tl.constexpr,
+    ACTIVATION: tl.constexpr, HAS_CLAMP: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """One program per (tile of rows, BLOCK_N interleaved weight rows).
@@ -75,7 +76,7 @@ def gate_up_kernel(
                 H, MMA, A_FORMAT, SHARED_FORMAT, SCALE_FORMAT, GROUP, BLOCK_M, BLOCK_N, BLOCK_K,
             )  # fmt: skip
             activate_and_store(
-                acc, factor, tl.full((BLOCK_M,), 1.0, tl.float32), clamp, alpha, beta,
+                acc, factor, factor, tl.full((BLOCK_M,), 1.0, tl.float32), clamp, alpha, beta,
                 shared_act, shared_act_sf, rows, live, n0, SHARED_I, SHARED_ACT_SF_STRIDE,
                 MID, TOKEN_SCALE, ACTIVATION, HAS_CLAMP, BLOCK_M, BLOCK_N,
             )  # fmt: skip
@@ -95,6 +96,13 @@ def gate_up_kernel(
             factor = tl.full((BLOCK_M,), 1.0, tl.float32)
             if TOKEN_SCALE:
                 factor = tl.load(x_scale + tokens, mask=live, other=0.0)
+            gate_factor = factor
+            up_factor = factor
+            if HAS_L1_ALPHAS:
+                gate_factor = factor * tl.load(l1_alphas + expert * 2)
+                up_factor = factor * tl.load(l1_alphas + expert * 2 + 1)
+            if HAS_ACT_SCALES:
+                weight = weight * tl.load(l2_act_scales + expert)
             acc = expert_tile(
                 x, tokens, live, x_sf, X_SF_STRIDE,
                 w13 + expert * W_STRIDE, n0, 2 * I, w13_sf + expert * W_SF_STRIDE,
@@ -102,9 +110,9 @@ def gate_up_kernel(
                 H, MMA, A_FORMAT, B_FORMAT, SCALE_FORMAT, GROUP, BLOCK_M, BLOCK_N, BLOCK_K,
             )  # fmt: skip
             activate_and_store(
-                acc, factor, weight, clamp, alpha, beta,
+                acc, gate_factor, up_factor, weight, clamp, alpha, beta,
                 act, act_sf, rows, live, n0, I, ACT_SF_STRIDE,
-                MID, TOKEN_SCALE, ACTIVATION, HAS_CLAMP, BLOCK_M, BLOCK_N,
+                MID, TOKEN_SCALE or HAS_L1_ALPHAS, ACTIVATION, HAS_CLAMP, BLOCK_M, BLOCK_N,
             )  # fmt: skip
 
 
@@ -126,6 +134,8 @@ def gate_up(
         gate_up_kernel[(programs,)](
             ws.x_q, ws.x_sf, ws.x_sf if ws.x_scale is None else ws.x_scale, ws.topk_weights,
             ws.plan.sorted_slots, ws.plan.tiles,
+            ws.topk_weights if weights.l1_alphas is None else weights.l1_alphas,
+            ws.topk_weights if weights.l2_act_scales is None else weights.l2_act_scales,
             weight_bytes(weights.routed.w13), scale_bytes(weights.routed.w13_scale),
             weight_bytes(shared.w13), scale_bytes(shared.w13_scale),
             ws.act_q, ws.act_sf,
@@ -133,6 +143,7 @@ def gate_up(
             ws.act_sf if ws.shared_act_sf is None else ws.shared_act_sf,
             num_tokens, *_activation(spec).scalars,
             **_constexprs(spec, config),
+            HAS_L1_ALPHAS=weights.l1_alphas is not None, HAS_ACT_SCALES=weights.l2_act_scales is not None,
             **launch_options(tile),
         )  # fmt: skip
 
@@ -162,6 +173,7 @@ def compile_jobs(arch: int) -> list[CompileJob]:
     jobs = {}
     for spec in default_specs():
         pointer = pointer_types(spec)
+        has_alphas = spec.traits.token_scale  # NVFP4's checkpoints bring global scales
         for num_tokens in (1, 8192):
             config = choose_config(spec, arch, num_tokens)
             tile = config.gate_up
@@ -170,6 +182,7 @@ def compile_jobs(arch: int) -> list[CompileJob]:
                 "x": pointer["act"], "x_sf": pointer["sf"],
                 "x_scale": "*fp32" if spec.traits.token_scale else pointer["sf"],
                 "topk_weights": "*fp32", "sorted_slots": "*i32", "tiles": "*i32",
+                "l1_alphas": "*fp32", "l2_act_scales": "*fp32",
                 "w13": pointer["weight"], "w13_sf": pointer["sf"],
                 "shared_w13": pointer["shared"], "shared_w13_sf": pointer["sf"],
                 "act": pointer["act"], "act_sf": pointer["sf"],
@@ -182,7 +195,7 @@ def compile_jobs(arch: int) -> list[CompileJob]:
                 recipe=str(spec.recipe),
                 fn=gate_up_kernel,
                 signature=signature,
-                constexprs=_constexprs(spec, config),
+                constexprs=_constexprs(spec, config) | {"HAS_L1_ALPHAS": has_alphas, "HAS_ACT_SCALES": has_alphas},
                 options=launch_options(tile),
                 divisible_by_16=frozenset(arg for arg, kind in signature.items() if kind.startswith("*")),
                 contract=frozenset({"ex2.approx", "div.full"}),  # the sigmoid

@@ -76,6 +76,8 @@ def mega_moe(
 
     shared_*: S shared experts as one dense MLP, [2·I·S, H] and [H, I·S], all four or none; their dtype
     decides their format (beside `fp8xfp4` E4M3 with UE8M0/32 scales or MXFP4, elsewhere the routed format).
+    l1_alphas, l2_alphas, l2_act_scales: NVFP4's global scales of the routed experts, float32 [E, 2] (gate, up), [E] and
+    [E]; they multiply the accumulators of GEMM 1, those of GEMM 2, and the activated values before requantization.
     expert_scales: float32 [E], multiplied into the top-k weights of each expert's slots.
     routed_scaling_factor: multiplied into every top-k weight; shared experts keep weight 1.
     activation: "swiglu" gate·sigmoid(gate)·up; "swigluoai" gate·sigmoid(alpha·gate)·(up + beta); "situ" (`fp8xfp4`, no
@@ -104,13 +106,15 @@ def mega_moe(
     factor = validation.check_routed_scaling_factor(routed_scaling_factor)
     validation.check_choice("w13_layout", w13_layout, validation.W13_LAYOUTS)
     validation.check_flag("check_ids", check_ids)
-    weights = PlainWeights(w13, w13_scale, w2, w2_scale, shared_w13, shared_w13_scale, shared_w2, shared_w2_scale)
+    weights = PlainWeights(
+        w13, w13_scale, w2, w2_scale, shared_w13, shared_w13_scale, shared_w2, shared_w2_scale,
+        l1_alphas, l2_alphas, l2_act_scales,
+    )  # fmt: skip
     dims = validation.read_dims(weights, recipe)
     options = _options_in_use(
         dims.num_experts,
         arguments={
-            "w13_bias": w13_bias, "w2_bias": w2_bias, "l1_alphas": l1_alphas, "l2_alphas": l2_alphas,
-            "l2_act_scales": l2_act_scales, "x_gsf": x_gsf, "expert_map": expert_map,
+            "w13_bias": w13_bias, "w2_bias": w2_bias, "x_gsf": x_gsf, "expert_map": expert_map,
             **per_expert,
         },
         w13_layout=w13_layout,
@@ -144,6 +148,9 @@ def prepare_weights(
     shared_w13_scale: torch.Tensor | None = None,
     shared_w2: torch.Tensor | None = None,
     shared_w2_scale: torch.Tensor | None = None,
+    l1_alphas: torch.Tensor | None = None,
+    l2_alphas: torch.Tensor | None = None,
+    l2_act_scales: torch.Tensor | None = None,
 ) -> MoEWeights:
     """Bring plain weights (see `mega_moe`) into the byte order the kernels read, once at load.
 
@@ -154,7 +161,10 @@ def prepare_weights(
     missing = traits(recipe).missing
     if missing is not None:
         raise UnsupportedError(f"recipe {recipe} {missing}")
-    weights = PlainWeights(w13, w13_scale, w2, w2_scale, shared_w13, shared_w13_scale, shared_w2, shared_w2_scale)
+    weights = PlainWeights(
+        w13, w13_scale, w2, w2_scale, shared_w13, shared_w13_scale, shared_w2, shared_w2_scale,
+        l1_alphas, l2_alphas, l2_act_scales,
+    )  # fmt: skip
     validation.check_weights(weights, recipe)
     return prepare(_as_bytes(weights, recipe), recipe)
 

@@ -28,6 +28,10 @@ class PlainWeights:
     Block scales of w13 never span gate and up: gate's ⌈I/128⌉ rows of scales, then as many of up, so that
     each half counts its rows from 0. (For I % 128 = 0 that is ⌈2I/128⌉ rows, as DeepGEMM has them.)
 
+    NVFP4's global scales, routed experts only, all optional: l1_alphas fp32 [E, 2] multiply the gate and up
+    accumulators, l2_act_scales fp32 [E] the activated values before they are requantized, l2_alphas fp32 [E] the rows
+    of GEMM 2.
+
     The format of the shared weights is decided by their dtype, not by the recipe: beside MXFP4 experts they
     may be E4M3 with UE8M0 scales (DeepGEMM) or MXFP4 as well.
     """
@@ -40,6 +44,9 @@ class PlainWeights:
     shared_w13_scale: torch.Tensor | None = None
     shared_w2: torch.Tensor | None = None
     shared_w2_scale: torch.Tensor | None = None
+    l1_alphas: torch.Tensor | None = None
+    l2_alphas: torch.Tensor | None = None
+    l2_act_scales: torch.Tensor | None = None
 
     @property
     def shared_weight(self) -> str | None:

@@ -202,7 +202,21 @@ def check_weights(weights: PlainWeights, recipe: Recipe) -> WeightDims:
         up, down = (("2*I*S", 2 * width), h), (h, ("I*S", width))
         _check_pair("shared_w13", shared_w13, weights.shared_w13_scale, up, fmt, weights, recipe)
         _check_pair("shared_w2", weights.shared_w2, weights.shared_w2_scale, down, fmt, weights, recipe)
+    experts_shape = (dims.num_experts,)
+    _check_global_scale("l1_alphas", weights.l1_alphas, (*experts_shape, 2), "[E, 2]", weights, recipe)
+    _check_global_scale("l2_alphas", weights.l2_alphas, experts_shape, "[E]", weights, recipe)
+    _check_global_scale("l2_act_scales", weights.l2_act_scales, experts_shape, "[E]", weights, recipe)
     return dims
+
+
+def _check_global_scale(
+    name: str, value: object, shape: tuple[int, ...], axes: str, weights: PlainWeights, recipe: Recipe
+) -> None:
+    if value is None:
+        return
+    if recipe.mma_type != "nvfp4xnvfp4":
+        raise ValueError(f"{name} is given; allowed under {recipe}: None (only nvfp4xnvfp4 has global scales)")
+    check_tensor(name, value, dtypes=(torch.float32,), shape=shape, axes=axes, device=weights.w13.device)
 
 
 def shared_formats(recipe: Recipe) -> tuple[str, ...]:

@@ -7,7 +7,7 @@ buffers prepared here are interchangeable.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -45,7 +45,10 @@ class ExpertMatrices:
 
 @dataclass(frozen=True)
 class MoEWeights:
-    """Weights of one layer: E routed experts and, optionally, S shared ones as a dense MLP of width I·S."""
+    """Weights of one layer: E routed experts and, optionally, S shared ones as a dense MLP of width I·S.
+
+    The global scales are `PlainWeights`'s.
+    """
 
     recipe: Recipe
     num_experts: int
@@ -54,6 +57,9 @@ class MoEWeights:
     num_shared_experts: int
     routed: ExpertMatrices
     shared: ExpertMatrices | None = None
+    l1_alphas: torch.Tensor | None = None
+    l2_alphas: torch.Tensor | None = None
+    l2_act_scales: torch.Tensor | None = None
 
     @property
     def nbytes(self) -> int:
@@ -83,13 +89,22 @@ def prepare(plain: PlainWeights, recipe: Recipe) -> MoEWeights:
         num_shared,
         _transform(plain.w13, plain.w13_scale, plain.w2, plain.w2_scale, recipe),
         shared,
+        plain.l1_alphas,
+        plain.l2_alphas,
+        plain.l2_act_scales,
     )
 
 
 def to_plain(weights: MoEWeights) -> PlainWeights:
     """The inverse of `prepare`."""
     shared = _restore(weights.shared, weights.recipe) if weights.shared is not None else (None,) * 4
-    return PlainWeights(*_restore(weights.routed, weights.recipe), *shared)
+    plain = PlainWeights(*_restore(weights.routed, weights.recipe), *shared)
+    return replace(
+        plain,
+        l1_alphas=weights.l1_alphas,
+        l2_alphas=weights.l2_alphas,
+        l2_act_scales=weights.l2_act_scales,
+    )
 
 
 def _transform(

@@ -94,8 +94,8 @@ def _random(case: Case, device: str, *, tokens: int = 20, **changes: object) -> 
     return random_layer(case.recipe, tokens=tokens, device=device, **options)
 
 
-def _with(layer: Layer, **changes: torch.Tensor) -> Layer:
-    return dataclasses.replace(layer, **changes)
+def _with(layer: Layer, **changes: object) -> Layer:
+    return dataclasses.replace(layer, **changes)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
@@ -160,6 +160,42 @@ def test_activations(activation: str, name: str, device: str) -> None:
     layer = _random(case, device, activation=activation, activation_clamp=clamp)
     problem = check(compare(_run(layer, case, device), _reference(layer)), LIMITS[case.recipe])
     assert problem is None, problem
+
+
+GLOBAL_SCALES = {
+    "l1_alphas": lambda g: torch.rand(5, 2, generator=g) + 0.5,  # gate's and up's differ
+    "l2_alphas": lambda g: torch.rand(5, generator=g) + 0.5,
+    "l2_act_scales": lambda g: torch.rand(5, generator=g) * 20 + 0.1,
+}
+
+
+@pytest.mark.parametrize("names", [*((name,) for name in GLOBAL_SCALES), tuple(GLOBAL_SCALES)], ids="+".join)
+@pytest.mark.parametrize("name", ["nvfp4xnvfp4, shared", "nvfp4xnvfp4 decoded, shared"])
+def test_global_scales(name: str, names: tuple[str, ...], device: str) -> None:
+    """Each expert has its own; the shared experts have none."""
+    case = CASES[name]
+    layer = _random(case, device)
+    generator = torch.Generator().manual_seed(4)
+    scales = {scale: GLOBAL_SCALES[scale](generator).to(device) for scale in names}
+    layer = _with(layer, weights=dataclasses.replace(layer.weights, **scales))
+    plain = _reference(_with(layer, weights=dataclasses.replace(layer.weights, **dict.fromkeys(names))))
+    expected = _reference(layer)
+    problem = check(compare(_run(layer, case, device), expected), LIMITS[case.recipe])
+    assert problem is None, problem
+    assert compare(plain, expected).rel_rms > 0.05, "the scales change the result"
+
+
+@pytest.mark.parametrize("value", [0.0, 1e-45])
+def test_a_dead_experts_global_scale_gives_zeros_not_nan(value: float, device: str) -> None:
+    case = CASES["nvfp4xnvfp4, shared"]
+    layer = _random(case, device)
+    dead = torch.ones(5, 2, device=device)
+    dead[2] = value
+    layer = _with(layer, weights=dataclasses.replace(layer.weights, l1_alphas=dead))
+    output = _run(layer, case, device)
+    problem = check(compare(output, _reference(layer)), LIMITS[case.recipe])
+    assert problem is None, problem
+    assert output.isfinite().all()
 
 
 ROUTINGS = {

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -111,6 +112,7 @@ def moe_layer(
         stages, out = _expert_mlp(
             _take(quantized, token), slot_weights.flatten()[slots], spec, fmt, matmul,
             weights.w13[expert], weights.w13_scale[expert], weights.w2[expert], weights.w2_scale[expert],
+            _global_scales(weights, expert),
         )  # fmt: skip
         rows[token, slots % top_k] = out
         if routed is not None:
@@ -121,7 +123,7 @@ def moe_layer(
         w13, w13_scale, w2, w2_scale = shared_tensors(weights)
         ones = torch.ones(num_tokens, device=x.device)
         fmt = shared_weight_format(spec.recipe, w13.dtype)
-        shared, out = _expert_mlp(quantized, ones, spec, fmt, matmul, w13, w13_scale, w2, w2_scale)
+        shared, out = _expert_mlp(quantized, ones, spec, fmt, matmul, w13, w13_scale, w2, w2_scale, GlobalScales())
         rows[:, top_k] = out
     return LayerTrace(
         y=combine(rows, valid),
@@ -188,6 +190,19 @@ def combine(rows: torch.Tensor, valid: torch.Tensor) -> torch.Tensor:
     return total.bfloat16()
 
 
+class GlobalScales(NamedTuple):
+    """One expert's factors, fp32: l1_alphas [2] (gate, up), the others without dimensions; None: absent."""
+
+    l1_alphas: torch.Tensor | None = None
+    l2_alpha: torch.Tensor | None = None
+    l2_act_scale: torch.Tensor | None = None
+
+
+def _global_scales(weights: PlainWeights, expert: int) -> GlobalScales:
+    tensors = (weights.l1_alphas, weights.l2_alphas, weights.l2_act_scales)
+    return GlobalScales(*(None if tensor is None else tensor[expert] for tensor in tensors))
+
+
 def _expert_mlp(
     x: Quantized,
     slot_weights: torch.Tensor,
@@ -198,6 +213,7 @@ def _expert_mlp(
     w13_scale: torch.Tensor,
     w2: torch.Tensor,
     w2_scale: torch.Tensor,
+    scales: GlobalScales,
 ) -> tuple[Stages, torch.Tensor]:
     """Rows through one expert: the stages, and GEMM 2's rows in BF16 [n, H]."""
     row = spec.traits
@@ -206,14 +222,24 @@ def _expert_mlp(
         _gemm(x.q, x.sf, act_format(row), w, sf, weight, spec.recipe, matmul)
         for w, sf in zip(w13.chunk(2), w13_scale.chunk(2))
     )
-    if x.token_scale is not None:
-        gate, up = gate * x.token_scale[:, None], up * x.token_scale[:, None]
+    gate_factor = up_factor = x.token_scale
+    if scales.l1_alphas is not None:
+        # One multiplication per accumulator: the token's scale meets the expert's first.
+        gate_factor, up_factor = (
+            alpha if x.token_scale is None else x.token_scale * alpha for alpha in scales.l1_alphas.unbind()
+        )
+    if gate_factor is not None and up_factor is not None:
+        gate, up = gate * gate_factor[..., None], up * up_factor[..., None]
+    if scales.l2_act_scale is not None:
+        slot_weights = slot_weights * scales.l2_act_scale
     act = activate(
         gate, up, spec.recipe.numerics, spec.activation_clamp,
         activation=spec.activation, alpha=spec.activation_alpha, beta=spec.activation_beta,
     ) * slot_weights[:, None]  # fmt: skip
     act_q, act_sf = requantize(act, spec.recipe)
     out = _gemm(act_q, act_sf, mid_format(row), w2, w2_scale, weight, spec.recipe, matmul)
+    if scales.l2_alpha is not None:
+        out = out * scales.l2_alpha
     return Stages(torch.cat([gate, up], dim=-1), act, act_q, act_sf), out.bfloat16()
 
 
