@@ -48,11 +48,13 @@ def scaled_loop(
     a_k = tl.arange(0, BLOCK_K // A_PACK)
     b_k = tl.arange(0, BLOCK_K // B_PACK)
     sf_k = tl.arange(0, BLOCK_K // GROUP)
-    b_rows = b_first + tl.arange(0, BLOCK_N)
+    b_tile_rows = tl.arange(0, BLOCK_N)
     a_ptr = a + a_rows[:, None] * (K // A_PACK) + a_k[None, :]
     a_sf_ptr = a_sf + a_rows[:, None] * a_sf_stride + sf_k[None, :]
-    b_offset = b_rows[None, :] * (K // B_PACK) + b_k[:, None]
-    b_live = b_rows[None, :] < n_rows
+    # One matrix may exceed 2^31 bytes, one tile cannot: only its first row needs 64 bits.
+    b += b_first.to(tl.int64) * (K // B_PACK)
+    b_offset = b_tile_rows[None, :] * (K // B_PACK) + b_k[:, None]
+    b_live = (b_first + b_tile_rows < n_rows)[None, :]
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for k0 in range(0, K, BLOCK_K):
         if EVEN_K:
@@ -105,7 +107,8 @@ def _decode_odd(pairs, FORMAT: tl.constexpr):
 def _scaled_bf16(values, scale, ROWS: tl.constexpr, PAIRS: tl.constexpr, GROUPS: tl.constexpr):
     """fp32 [ROWS, PAIRS] times the scales [ROWS, GROUPS] of its groups, as BF16.
 
-    Exact: E2M1 has two significant bits, E4M3 and UE4M3 four, UE8M0 one; no product here needs more than BF16's eight.
+    Exact between 2^-133 and 2^128: E2M1 has two significant bits, E4M3 and UE4M3 four, UE8M0 one, so that no product
+    here needs more than BF16's eight. Beyond, where only scales at the ends of UE8M0's range lead, it rounds.
     """
     scaled = values.reshape(ROWS, GROUPS, PAIRS // GROUPS) * scale[:, :, None]
     return scaled.reshape(ROWS, PAIRS).to(tl.bfloat16)
@@ -113,7 +116,7 @@ def _scaled_bf16(values, scale, ROWS: tl.constexpr, PAIRS: tl.constexpr, GROUPS:
 
 @triton.jit
 def _decode_scale(scale, SCALE_FORMAT: tl.constexpr):
-    """Scale bytes → fp32, exact: UE8M0's byte is fp32's exponent field, but for 0, the subnormal 2^-127."""
+    """Scale bytes → fp32: UE8M0's byte is fp32's exponent field, but for 0, 2^-127; 255, NaN, reads as Inf."""
     if SCALE_FORMAT == "ue4m3":
         return scale.to(tl.float8e4nv, bitcast=True).to(tl.float32)
     else:
@@ -140,11 +143,12 @@ def decoded_loop(
     b = _pairs(b, B_FORMAT)
     k = tl.arange(0, PAIRS)
     sf_k = tl.arange(0, GROUPS)
-    b_rows = b_first + tl.arange(0, BLOCK_N)
+    b_tile_rows = tl.arange(0, BLOCK_N)
     a_ptr = a + a_rows[:, None] * (K // 2) + k[None, :]
     a_sf_ptr = a_sf + a_rows[:, None] * a_sf_stride + sf_k[None, :]
-    b_offset = b_rows[:, None] * (K // 2) + k[None, :]
-    b_live = (b_rows < n_rows)[:, None]
+    b += b_first.to(tl.int64) * (K // 2)  # 64 bits for the first row, as in `scaled_loop`
+    b_offset = b_tile_rows[:, None] * (K // 2) + k[None, :]
+    b_live = (b_first + b_tile_rows < n_rows)[:, None]
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for k0 in range(0, K, BLOCK_K):
         a_mask = a_live[:, None]

@@ -84,10 +84,19 @@ def check_tensor(
 
 
 def check_number(name: str, value: object, allowed: str) -> float:
-    """`value` as a float; bool and everything that is no real number are refused."""
+    """`value` as a number that fp32 holds: too large a one is infinite; bool and what is no real number are refused.
+
+    So are magnitudes below fp32's normal range: Triton passes such an argument in another type.
+    """
     if isinstance(value, bool) or not isinstance(value, Real):
         raise TypeError(f"{name} is {value!r} ({type(value).__name__}); allowed: {allowed}")
-    return float(value)
+    try:
+        number = float(value)
+    except OverflowError:
+        number = math.inf if value > 0 else -math.inf  # type: ignore[operator]
+    if 0 < abs(number) < 2.0**-126:
+        raise ValueError(f"{name} is {number}; allowed: {allowed}, and if not 0 at least 2^-126 in magnitude")
+    return torch.tensor(number, dtype=torch.float32).item()
 
 
 def check_count(name: str, value: object, low: int, high: int | None = None) -> int:

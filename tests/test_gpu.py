@@ -92,6 +92,19 @@ def test_last_expert_of_more_than_2_to_the_31_weights() -> None:
     assert problem is None, problem
 
 
+def test_last_rows_of_one_matrix_of_more_than_2_to_the_31_bytes() -> None:
+    """A dense shared MLP is one matrix: E4M3 [2·I·S, H] beside MXFP4 experts."""
+    recipe = RECIPES["fp8xfp4"]
+    layer, serve = _layer(recipe, 3, hidden=16384, intermediate=4096, num_experts=1, top_k=1, num_shared_experts=17)
+    assert layer.weights.shared_w13 is not None
+    assert layer.weights.shared_w13.numel() > 2**31
+    output = serve(layer.x, layer.topk_ids, layer.topk_weights)
+    inputs = (layer.x, layer.topk_ids, layer.topk_weights)
+    expected = moe_layer(*inputs, layer.weights, layer.spec, full_trace=False).y
+    problem = check(compare(output, expected), LIMITS[recipe])
+    assert problem is None, problem
+
+
 @pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
 def test_last_tokens_of_more_than_2_to_the_31_elements(recipe: Recipe) -> None:
     tokens, judged = 540_000, 32

@@ -198,6 +198,35 @@ def test_a_dead_experts_global_scale_gives_zeros_not_nan(value: float, device: s
     assert output.isfinite().all()
 
 
+@pytest.mark.parametrize("name", ["fp8xfp4", "fp8xfp4 decoded, E4M3 shared", "mxf4xmxf4 decoded"])
+def test_the_smallest_weight_scale_is_not_zero(name: str, device: str) -> None:
+    """UE8M0 byte 0 is 2^-127, not 0: visible once the top-k weights are 2^120."""
+    case = CASES[name]
+    layer = _random(case, device, num_shared_experts=0, shared_weight=None)
+    scale = layer.weights.w2_scale.clone()
+    scale[:] = 0
+    layer = _with(
+        layer,
+        weights=dataclasses.replace(layer.weights, w2_scale=scale),
+        topk_weights=layer.topk_weights * 2.0**120,
+    )
+    output, expected = _run(layer, case, device), _reference(layer)
+    assert expected.abs().max() > 1e-3
+    problem = check(compare(output, expected), LIMITS[case.recipe])
+    assert problem is None, problem
+
+
+@pytest.mark.parametrize("where", ["x is Inf", "x is NaN", "weight is NaN"])
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_what_is_not_finite_is_so_in_the_reference_too(case: Case, where: str, device: str) -> None:
+    layer = _random(case, device, activation_clamp=None)
+    if where == "weight is NaN":
+        layer.topk_weights[3, 0] = torch.nan
+    else:
+        layer.x[3, 17] = float(where.split()[-1])
+    assert_bytes_equal(_run(layer, case, device).isnan(), _reference(layer).isnan(), "NaN")
+
+
 ROUTINGS = {
     "all to one expert": lambda ids: torch.full_like(ids, 3),
     "every slot skipped": lambda ids: torch.full_like(ids, -1),

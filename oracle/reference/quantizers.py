@@ -168,10 +168,14 @@ def requantize(act: torch.Tensor, recipe: Recipe) -> tuple[torch.Tensor, torch.T
 
     SM100: no floor (amax 0 gives byte 0), multiply by fl(1/448) or fl(1/6), E2M1 ties to even and −0 kept,
     NVFP4 without an outer scale. SM90: floor 1e-10, multiply by fl(1/448), IEEE reciprocal, 64 columns per
-    fp32 scale.
+    fp32 scale. NaN is ignored where a group has anything else; a group of NaN alone has a NaN maximum, which SM90's
+    floor replaces and SM100's scales turn into byte 254 or UE4M3's NaN, so that it stays visible (ours: upstream's
+    contract is silent, as it is on an infinite maximum, byte 254).
     """
     fmt = mid_format(traits(recipe))
     amax = _group_amax(act, fmt.cols)
+    if fmt.scale != "fp32":
+        amax = torch.where(_in_groups(act, fmt.cols).isnan().all(-1), torch.nan, amax)
     if fmt.scale == "ue8m0":
         sf = formats.ue8m0_ceil(amax * _INVERSE_MAX[fmt.element], 0, 254)
         inverse = formats.ue8m0_inverse(sf)
@@ -233,8 +237,12 @@ def _amax(values: torch.Tensor) -> torch.Tensor:
 
 
 def _group_amax(values: torch.Tensor, group: int) -> torch.Tensor:
-    padded = torch.nn.functional.pad(values, (0, -values.shape[-1] % group))
-    return _amax(padded.unflatten(-1, (-1, group)))
+    return _amax(_in_groups(values, group))
+
+
+def _in_groups(values: torch.Tensor, group: int) -> torch.Tensor:
+    """[.., columns] as [.., groups, group], a tail filled up with zeros."""
+    return torch.nn.functional.pad(values, (0, -values.shape[-1] % group)).unflatten(-1, (-1, group))
 
 
 def _divide(a: torch.Tensor, b: torch.Tensor | float) -> torch.Tensor:
