@@ -176,8 +176,9 @@ class MegaMoE:
     K, 1…32. The other arguments are `mega_moe`'s.
 
     Calls launch on the current stream, wait for nothing and, after `warmup`, allocate nothing but an output
-    that was not given, so they can be captured in a CUDA graph. One object serves one stream at a time: its
-    calls share one workspace.
+    that was not given, so they can be captured in a CUDA graph. `warmup` compiles for contiguous tensors that start on
+    16 bytes; strided rows or other starts compile once more at their first call. One object serves one stream at a
+    time: its calls share one workspace.
     """
 
     def __init__(

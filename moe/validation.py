@@ -2,8 +2,7 @@
 
 `TypeError` for a wrong type or dtype, `ValueError` for a wrong rank, shape, device, stride or value. Every
 message starts with the argument's name, then says what it was and what is allowed. Nothing here reads a
-tensor's
-contents: that would wait for the GPU (`check_ids` of `megamoe.debug` does, when asked).
+tensor's contents: that would wait for the GPU (`check_ids` of `megamoe.debug` does, when asked).
 """
 
 from __future__ import annotations

@@ -14,7 +14,8 @@ overflows FP8 into other values' codes, decodes the NaN of E4M3 as ±480, sends 
 ===============================  =============================================================================
 
 Products of these formats are exact in fp32; sums are fp32 in NumPy's order. Still wrong, and silently so:
-elementwise arithmetic and comparisons *on* BF16 values, and int → BF16. Kernels widen to fp32 first.
+elementwise arithmetic and comparisons *on* BF16 values, and int → BF16 (kernels widen to fp32 first); maxima over
+signalling NaN, which a GPU ignores and NumPy does not.
 """
 
 from __future__ import annotations
