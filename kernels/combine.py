@@ -7,24 +7,26 @@ import triton
 import triton.language as tl
 
 from megamoe.codegen.job import CompileJob
+from megamoe.profile import combine_work
 
 _TILE = {"BLOCK_T": 1, "BLOCK_H": 1024}  # the fastest of those swept on an H200, from 64 tokens to 8192
 _OPTIONS: dict[str, object] = {"num_warps": 4, "enable_fp_fusion": False}
 
 
-@triton.jit(do_not_specialize=["num_tokens"])
+@triton.jit(do_not_specialize=["num_tokens"], launch_metadata=combine_work)
 def combine_kernel(
-    rows, topk_ids, out, num_tokens, num_experts,
-    H: tl.constexpr, TOP_K: tl.constexpr, SHARED: tl.constexpr,
+    rows, topk_ids, topk_weights, out, out_stride, num_tokens, num_experts,
+    H: tl.constexpr, TOP_K: tl.constexpr, SHARED: tl.constexpr, WEIGHTED: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
-    """out[t] = BF16(Σ_k rows[t, k] over valid ids (ascending k) + shared row), fp32 from +0, rounded once.
+    """out[t] = BF16(Σ_k [w ·] rows[t, k] over valid ids (ascending k) + shared row), fp32 from +0, rounded once.
 
-    One program per BLOCK_T tokens × BLOCK_H columns; its loads are 16 bytes wide and independent of each
-    other. Rows of slots without a valid id are never read: GEMM 2 did not write them. They count as +0,
-    which changes no sum: one that starts at +0 is never −0. Additions only, so there is nothing to fuse, and
-    every token is summed in the same order whatever the batch. Safe: programs write disjoint ranges and read
-    only inputs.
+    WEIGHTED (trtllm-gen): rows meet the top-k weights here, one rounded product each. DeepGEMM's carry them already.
+
+    One program per BLOCK_T tokens × BLOCK_H columns; its loads are 16 bytes wide and independent of each other. Rows
+    of slots without a valid id are never read: GEMM 2 did not write them. They count as +0, which changes no sum: one
+    that starts at +0 is never −0. Nothing is fused, and every token is summed in the same order whatever the batch.
+    Safe: programs write disjoint ranges and read only inputs.
     """
     SLOTS: tl.constexpr = TOP_K + (1 if SHARED else 0)
     token = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
@@ -37,26 +39,43 @@ def combine_kernel(
     for k in tl.static_range(TOP_K):
         expert = tl.load(topk_ids + token * TOP_K + k, mask=live, other=-1)
         valid = (expert >= 0) & (expert < num_experts)
-        total += tl.load(row + k * H, mask=valid[:, None] & in_row, other=0.0).to(tl.float32)
+        part = tl.load(row + k * H, mask=valid[:, None] & in_row, other=0.0).to(tl.float32)
+        if WEIGHTED:
+            part *= tl.load(topk_weights + token * TOP_K + k, mask=valid, other=0.0)[:, None]
+        total += part
     if SHARED:
         total += tl.load(row + TOP_K * H, mask=live[:, None] & in_row, other=0.0).to(tl.float32)
-    tl.store(out + token[:, None] * H + col[None, :], total.to(tl.bfloat16), mask=live[:, None] & in_row)
+    tl.store(out + token[:, None] * out_stride + col[None, :], total.to(tl.bfloat16), mask=live[:, None] & in_row)
 
 
-def combine(rows: torch.Tensor, topk_ids: torch.Tensor, out: torch.Tensor, *, num_experts: int, shared: bool) -> None:
+def combine(
+    rows: torch.Tensor,
+    topk_ids: torch.Tensor,
+    out: torch.Tensor,
+    *,
+    num_experts: int,
+    shared: bool,
+    topk_weights: torch.Tensor | None = None,
+) -> None:
     """out BF16 [T, H] = the sum of each token's rows, BF16 [T, K, H] or, with a last shared one, [T, K+1, H].
 
-    topk_ids [T, K], int32 or int64; ids outside [0, num_experts) contribute nothing. All contiguous, H a
-    multiple of 8. One launch; none for T = 0. `TypeError`/`ValueError` before the launch for anything else.
+    topk_ids [T, K], int32 or int64; ids outside [0, num_experts) contribute nothing. topk_weights fp32 [T, K] weigh
+    the rows of the slots; None: they carry their weights already. Contiguous, except that rows of `out` may be strided;
+    H a multiple of 8. One launch; none for T = 0. `TypeError`/`ValueError` before the launch for anything else.
     """
-    for name, tensor, dtypes in (
+    tensors = [
         ("rows", rows, (torch.bfloat16,)),
         ("topk_ids", topk_ids, (torch.int32, torch.int64)),
         ("out", out, (torch.bfloat16,)),
-    ):
+    ]
+    if topk_weights is not None:
+        tensors.append(("topk_weights", topk_weights, (torch.float32,)))
+        if topk_weights.shape != topk_ids.shape:
+            raise ValueError(f"topk_weights has shape {tuple(topk_weights.shape)}, topk_ids {tuple(topk_ids.shape)}")
+    for name, tensor, dtypes in tensors:
         if tensor.dtype not in dtypes:
             raise TypeError(f"{name} has dtype {tensor.dtype}; allowed: {', '.join(map(str, dtypes))}")
-        if not tensor.is_contiguous():
+        if not (tensor.is_contiguous() or (name == "out" and tensor.dim() == 2 and tensor.stride(1) == 1)):
             raise ValueError(f"{name} has strides {tensor.stride()}; it must be contiguous")
         if tensor.device != out.device:
             raise ValueError(f"{name} is on {tensor.device}, out on {out.device}")
@@ -78,8 +97,8 @@ def combine(rows: torch.Tensor, topk_ids: torch.Tensor, out: torch.Tensor, *, nu
     grid = (triton.cdiv(num_tokens, _TILE["BLOCK_T"]), triton.cdiv(hidden, _TILE["BLOCK_H"]))
     with torch.cuda.device_of(out):
         combine_kernel[grid](
-            rows, topk_ids, out, num_tokens, num_experts,
-            H=hidden, TOP_K=top_k, SHARED=shared, **_TILE, **_OPTIONS,
+            rows, topk_ids, rows if topk_weights is None else topk_weights, out, out.stride(0), num_tokens, num_experts,
+            H=hidden, TOP_K=top_k, SHARED=shared, WEIGHTED=topk_weights is not None, **_TILE, **_OPTIONS,
         )  # fmt: skip
 
 
@@ -88,20 +107,22 @@ def compile_jobs(arch: int) -> list[CompileJob]:
     signature = {
         "rows": "*bf16",
         "topk_ids": "*i64",
+        "topk_weights": "*fp32",
         "out": "*bf16",
+        "out_stride": "i64",
         "num_tokens": "i32",
         "num_experts": "i32",
     }
     return [
         CompileJob(
-            name=f"combine/{hidden}",
+            name=f"combine/{hidden}" + ("/weighted" if weighted else ""),
             kernel="combine",
             recipe="bf16 rows",
             fn=combine_kernel,
             signature=signature,
-            constexprs={"H": hidden, "TOP_K": top_k, "SHARED": shared, **_TILE},
+            constexprs={"H": hidden, "TOP_K": top_k, "SHARED": shared, "WEIGHTED": weighted, **_TILE},
             options=_OPTIONS,
-            divisible_by_16=frozenset({"rows", "topk_ids", "out"}),
+            divisible_by_16=frozenset({"rows", "topk_ids", "topk_weights", "out", "out_stride"}),
         )
-        for hidden, top_k, shared in ((4096, 6, True), (2880, 4, False))
+        for hidden, top_k, shared, weighted in ((4096, 6, True, False), (2880, 4, False, True))
     ]

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import torch
 
+from megamoe import profile
+from megamoe.id_map import IdMap
 from megamoe.kernels.combine import combine
 from megamoe.kernels.config import LayerConfig
 from megamoe.kernels.down import down
 from megamoe.kernels.gate_up import gate_up
 from megamoe.kernels.pre_dispatch import pre_dispatch
 from megamoe.kernels.routing import build_plan, max_tiles
-from megamoe.recipe import Traits
+from megamoe.parameters import LayerParameters
+from megamoe.recipe import Recipe, traits
 from megamoe.spec import LayerSpec
 from megamoe.weights import MoEWeights
 from megamoe.workspace import Workspace
@@ -18,11 +21,23 @@ from megamoe.workspace import Workspace
 LAUNCHES = ("pre_dispatch", "routing", "gate_up", "down", "combine")
 
 
-def pre_dispatch_kind(traits: Traits) -> str:
+def pre_dispatch_kind(recipe: Recipe) -> str:
     """Name of the activations' quantization, as `kernels.pre_dispatch` takes it."""
-    if traits.act == "e4m3":
-        return "fp8_block128" if traits.act_scale_format == "fp32" else "mxfp8"
-    return "nvfp4" if traits.act_scale_format == "ue4m3" else "mxfp4"
+    t = traits(recipe)
+    if t.act == "bf16":
+        return "bf16"
+    if t.act == "e2m1":
+        if t.act_scale_format == "ue8m0":
+            return "mxfp4"
+        return "nvfp4" if t.token_scale else "nvfp4_gsf"
+    if t.act_scale_format == "fp32":
+        return "fp8_block128" if t.act_group else "fp8_token"
+    return "mxfp8_trtllm" if recipe.numerics == "trtllm_gen" else "mxfp8"
+
+
+def id_map(spec: LayerSpec, parameters: LayerParameters) -> IdMap:
+    """How the caller's ids become local ones."""
+    return IdMap(spec.num_experts, spec.expert_offset, spec.num_local_experts, spec.shared_slots, parameters.expert_map)
 
 
 def run_layer(
@@ -35,8 +50,7 @@ def run_layer(
     weights: MoEWeights,
     spec: LayerSpec,
     config: LayerConfig,
-    expert_scales: torch.Tensor | None = None,
-    routed_scaling_factor: float = 1.0,
+    parameters: LayerParameters,
     amax_floor: float | None = None,
 ) -> None:
     """output [T, H] BF16 = the layer of `hidden_states` BF16 [T, H] under `spec`; arguments must be validated.
@@ -45,23 +59,25 @@ def run_layer(
     goes to `ws`, whose rows beyond T are neither read nor written.
     """
     num_tokens = hidden_states.shape[0]
-    x_scale = None if ws.x_scale is None else ws.x_scale[:num_tokens]
-    pre_dispatch(
-        hidden_states,
-        topk_ids,
-        topk_weights,
-        q=ws.x_q[:num_tokens],
-        sf=ws.x_sf[:num_tokens],
-        ids_out=ws.topk_ids[:num_tokens],
-        weights_out=ws.topk_weights[:num_tokens],
-        token_scale=x_scale,
-        kind=pre_dispatch_kind(spec.traits),
-        group=spec.traits.act_group,
-        amax_floor=amax_floor,
-        expert_scales=expert_scales,
-        routed_scaling_factor=routed_scaling_factor,
-    )
-    run_dispatched(ws, output, num_tokens, weights=weights, spec=spec, config=config)
+    with profile.stage("pre_dispatch"):
+        pre_dispatch(
+            hidden_states,
+            topk_ids,
+            topk_weights,
+            q=ws.x_q[:num_tokens],
+            sf=None if ws.x_sf is None else ws.x_sf[:num_tokens],
+            ids_out=ws.topk_ids[:num_tokens],
+            weights_out=ws.topk_weights[:num_tokens],
+            token_scale=None if ws.x_scale is None else ws.x_scale[:num_tokens],
+            kind=pre_dispatch_kind(spec.recipe),
+            group=spec.traits.act_group or None,
+            amax_floor=amax_floor,
+            expert_scales=parameters.expert_scales,
+            routed_scaling_factor=parameters.routed_scaling_factor,
+            x_gsf=parameters.x_gsf,
+            id_map=id_map(spec, parameters),
+        )
+    run_dispatched(ws, output, num_tokens, weights=weights, spec=spec, config=config, parameters=parameters)
 
 
 def run_dispatched(
@@ -72,17 +88,24 @@ def run_dispatched(
     weights: MoEWeights,
     spec: LayerSpec,
     config: LayerConfig,
+    parameters: LayerParameters,
 ) -> None:
     """The layer after the pre-dispatch: `ws` already holds the quantized tokens and their routing."""
     ids = ws.topk_ids[:num_tokens]
-    build_plan(ids, ws.plan, num_experts=spec.num_local_experts, block_m=config.block_m)
-    num_tiles = max_tiles(num_tokens * spec.top_k, spec.num_local_experts, config.block_m)
-    gate_up(ws, weights, spec, config, num_tokens, num_tiles)
-    down(ws, weights, spec, config, num_tokens, num_tiles)
-    combine(
-        ws.rows[:num_tokens],
-        ids,
-        output,
-        num_experts=spec.num_local_experts,
-        shared=spec.num_shared_experts > 0,
-    )
+    num_experts = spec.num_slot_experts
+    num_tiles = max_tiles(num_tokens * spec.top_k, num_experts, config.block_m)
+    with profile.stage("routing"):
+        build_plan(ids, ws.plan, num_experts=num_experts, block_m=config.block_m)
+    with profile.stage("gate_up"):
+        gate_up(ws, weights, spec, config, parameters, num_tokens, num_tiles)
+    with profile.stage("down"):
+        down(ws, weights, spec, config, num_tokens, num_tiles)
+    with profile.stage("combine"):
+        combine(
+            ws.rows[:num_tokens],
+            ids,
+            output,
+            num_experts=num_experts,
+            shared=spec.shared_intermediate > 0,
+            topk_weights=ws.topk_weights[:num_tokens] if spec.recipe.numerics == "trtllm_gen" else None,
+        )

@@ -17,7 +17,9 @@ import triton.language as tl
 # subnormals become fp32 subnormals and a code is the top bits of an fp32 number.
 _E2M1_ALIGN = tl.constexpr(2.0**-126)
 _E2M1_UNALIGN = tl.constexpr(2.0**126)
+_HALF_UNIT = tl.constexpr(2.0**-24)  # of the multiples that numbers below 1 become when they are aligned
 _STEP_EXPONENT = tl.constexpr(22 << 23)  # times 2^22: a number whose last place is 0.5 for |x| in [1, 2)
+_STEP = tl.constexpr(2.0**22)
 _ONE_BITS = tl.constexpr(127 << 23)
 
 
@@ -78,13 +80,15 @@ def e2m1_pack_ties_to_zero(v, inverse, SHORT: tl.constexpr):
     1.75, 2.5, 3.5 and 5 strictly below the magnitude), saturating; −0 is never produced; NaN gives 0. The product
     is rounded to fp32. |v[i]·inverse| must be below 10, or NaN.
 
-    SHORT promises products of at most 11 significant bits (a BF16 number times a power of two). Otherwise the
-    magnitude is first rounded *up* to 11 bits: every threshold has fewer, so "strictly above" is unchanged. Aligned,
-    it is exact where that matters (from 2^-12 on; what is smaller stays below .25), and adding 2^21 − 1, half a
-    unit of the code's last bit (bit 22) less one, rounds half down. Magnitudes in (7, 10) count as 8, which becomes
-    7 when all eight codes are there.
+    Aligned by 2^-126, a magnitude has its code in its bits from bit 22 on, and adding 2^21 − 1, half a unit of that
+    bit less one, rounds half down. Aligning is exact for magnitudes from 1 on. Below, it rounds to multiples of 2^-23;
+    SHORT promises that nothing is lost there: products of at most 11 significant bits (a BF16 number times a power of
+    two), exact from 2^-12 on. Otherwise a number just above the threshold .25 or .75 could round onto it: adding
+    2^-24, half such a unit, sends it to the next multiple, while a threshold, an even multiple, rounds back to itself
+    (as do those above 1, for which 2^-24 is half a unit of fp32, or less). Magnitudes in (7, 10) count as 8, which
+    becomes 7 when all eight codes are there.
 
-    On SM90 about 8 instructions per element (10 unless SHORT), most of them at half rate. The clamp to [0, 1]
+    On SM90 about 8 instructions per element (9 unless SHORT), most of them at half rate. The clamp to [0, 1]
     serves NaN alone and is free: ptxas folds it into FMUL.SAT. Shifting and inserting is one funnel shift.
     """
     codes = tl.zeros_like(inverse).to(tl.uint32, bitcast=True)
@@ -92,8 +96,7 @@ def e2m1_pack_ties_to_zero(v, inverse, SHORT: tl.constexpr):
     for i in tl.static_range(7, -1, -1):
         magnitude = tl.abs(v[i]) * inverse
         if not SHORT:
-            bits = magnitude.to(tl.int32, bitcast=True)
-            magnitude = ((bits + 0x1FFF) & -0x2000).to(tl.float32, bitcast=True)
+            magnitude += _HALF_UNIT
         aligned = tl.minimum(tl.maximum(magnitude * _E2M1_ALIGN, 0.0), 1.0)  # max first: NaN → 0
         top = (aligned.to(tl.uint32, bitcast=True) + 0x1FFFFF) << 6  # the code in bits 28 … 31
         codes = (codes << 4) | (top >> 28)
@@ -101,6 +104,28 @@ def e2m1_pack_ties_to_zero(v, inverse, SHORT: tl.constexpr):
     if not SHORT:
         codes -= (codes & 0x88888888) >> 3
     return codes | (signs & (codes + 0x77777777) & 0x88888888)  # code + 7 reaches bit 3 unless the code is 0
+
+
+@triton.jit
+def e2m1_pack_rne(v, inverse):
+    """Eight fp32 tensors → uint32 of `e2m1_code_rne` of v[i]·inverse, code i in bits 4i … 4i+3.
+
+    The product is rounded to fp32. Written for instructions at full rate on SM90: the step that is added and subtracted
+    is the binade of the magnitude, 1 at least, times 2^22, so that both are one FMA.
+    """
+    codes = tl.zeros_like(inverse).to(tl.uint32, bitcast=True)
+    signs = codes
+    for i in tl.static_range(7, -1, -1):
+        x = tl.maximum(tl.minimum(v[i] * inverse, 6.0), -6.0)  # min first: NaN → 6
+        magnitude = tl.abs(x)
+        binade = (tl.maximum(magnitude, 1.0).to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
+        rounded = tl.fma(binade, _STEP * -1.0, tl.fma(binade, _STEP, magnitude))
+        # The code in bits 28 … 30. The 1 changes nothing there; with it one LEA adds and shifts, and the next line is a
+        # funnel shift, where without it LLVM would extract the code with a shift, a mask and another shift.
+        top = ((rounded * _E2M1_ALIGN).to(tl.uint32, bitcast=True) + 1) << 6
+        codes = (codes << 4) | (top >> 28)
+        signs = (signs << 4) | (x.to(tl.uint32, bitcast=True) >> 28)
+    return codes | (signs & 0x88888888)
 
 
 @triton.jit

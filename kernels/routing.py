@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 
 from megamoe.codegen.job import CompileJob
+from megamoe.profile import routing_work
 
 MAX_EXPERTS = 1024
 MAX_TOP_K = 32
@@ -32,17 +33,25 @@ _OPTIONS: dict[str, object] = {"num_warps": 32, "maxnreg": 64}
 class RoutingPlan:
     """Device tensors, all int32, that `build_plan` overwrites.
 
-    sorted_slots [cap]: row r of the permuted order holds slot sorted_slots[r]; rows from expert_offsets[E]
-    on are not written. expert_offsets [E+1]: expert e owns rows expert_offsets[e]:expert_offsets[e+1]. tiles
-    [cap_tiles, 4]: (expert, first_row, num_rows, 0), experts ascending; num_rows == 0 is a hole; the first
-    `max_tiles` entries for the current number of slots are written. skipped [1]: ids that name no expert at
-    all.
+    sorted_slots [cap]: row r of the permuted order holds slot sorted_slots[r]; rows that hold none are not written.
+    expert_offsets [E+1]: expert e has expert_offsets[e+1] - expert_offsets[e] slots, in rows from expert_offsets[e] on;
+    with `row_align` > 1 its rows start elsewhere (`build_plan_kernel`). slot_rows [T·K], only with `row_align` > 1: the
+    row of each slot, −1 where no expert serves it. tiles [cap_tiles, 4]: (expert, first_row, num_rows, 0), experts
+    ascending; num_rows == 0 is a hole; the first `max_tiles` entries for the current number of slots are written.
+    skipped [1]: ids that name no expert at all.
     """
 
     sorted_slots: torch.Tensor
     expert_offsets: torch.Tensor
     tiles: torch.Tensor
     skipped: torch.Tensor
+    slot_rows: torch.Tensor | None = None
+    row_align: int = 1
+
+
+def max_rows(num_slots: int, num_experts: int, row_align: int) -> int:
+    """Rows of the permuted order where every expert's first is a multiple of `row_align`."""
+    return num_slots if row_align == 1 else row_align * max_tiles(num_slots, num_experts, row_align)
 
 
 def max_tiles(num_slots: int, num_experts: int, block_m: int) -> int:
@@ -51,9 +60,12 @@ def max_tiles(num_slots: int, num_experts: int, block_m: int) -> int:
 
 
 def allocate_plan(
-    max_tokens: int, top_k: int, num_experts: int, block_m: int, device: torch.device | str
+    max_tokens: int, top_k: int, num_experts: int, block_m: int, device: torch.device | str, *, row_align: int = 1
 ) -> RoutingPlan:
-    """A plan for up to `max_tokens`·`top_k` slots and tiles of `block_m` rows or more; contents undefined."""
+    """A plan for up to `max_tokens`·`top_k` slots and tiles of `block_m` rows or more; contents undefined.
+
+    `row_align`: every expert's rows start at a multiple of it, as TMA wants of what is fetched by rows.
+    """
     _check_sizes(max_tokens * top_k, top_k, num_experts, block_m)
     num_slots = max_tokens * top_k
 
@@ -61,10 +73,12 @@ def allocate_plan(
         return torch.empty(shape, dtype=torch.int32, device=device)
 
     return RoutingPlan(
-        sorted_slots=new(num_slots),
+        sorted_slots=new(max_rows(num_slots, num_experts, row_align)),
         expert_offsets=new(num_experts + 1),
         tiles=new(max_tiles(num_slots, num_experts, block_m), 4),
         skipped=new(1),
+        slot_rows=new(num_slots) if row_align > 1 else None,
+        row_align=row_align,
     )
 
 
@@ -101,7 +115,7 @@ def build_plan(
             f"num_global_experts={num_global_experts}"
         )
     num_tiles = max_tiles(num_slots, num_experts, block_m)
-    if plan.sorted_slots.numel() < num_slots or plan.tiles.shape[0] < num_tiles:
+    if plan.sorted_slots.numel() < max_rows(num_slots, num_experts, plan.row_align) or plan.tiles.shape[0] < num_tiles:
         raise ValueError(
             f"plan holds {plan.sorted_slots.numel()} slots and {plan.tiles.shape[0]} tiles; topk_ids of "
             f"shape {tuple(topk_ids.shape)} with block_m={block_m} needs {num_slots} and {num_tiles}"
@@ -117,12 +131,14 @@ def build_plan(
             plan.expert_offsets,
             plan.tiles,
             plan.skipped,
+            plan.skipped if plan.slot_rows is None else plan.slot_rows,
             num_slots,
             num_tiles,
             num_experts,
             expert_offset,
             num_global_experts,
             BLOCK_M=block_m,
+            ROW_ALIGN=plan.row_align,
             **_OPTIONS,
         )
 
@@ -162,6 +178,14 @@ def _tile_start(rows_before, expert, BLOCK_M: tl.constexpr):
 
 
 @triton.jit
+def _first_row(rows_before, expert, ROW_ALIGN: tl.constexpr):
+    if ROW_ALIGN == 1:
+        return rows_before
+    else:
+        return _tile_start(rows_before, expert, ROW_ALIGN) * ROW_ALIGN
+
+
+@triton.jit
 def _write_tiles(tiles_ptr, expert, first_row, end_row, start, end, BLOCK_M: tl.constexpr):
     """Entries start … end-1: the tiles of rows first_row … end_row-1, then holes."""
     field = tl.arange(0, 4)[None, :]
@@ -174,27 +198,40 @@ def _write_tiles(tiles_ptr, expert, first_row, end_row, start, end, BLOCK_M: tl.
 
 
 @triton.jit
-def _count_skipped(ids_ptr, skipped_ptr, num_slots, segment, num_global):
+def _count_skipped(
+    ids_ptr, skipped_ptr, slot_rows_ptr, num_slots, segment, num_experts, expert_offset, num_global,
+    ROW_ALIGN: tl.constexpr,
+):  # fmt: skip
+    """Counts ids that name no expert at all, and gives the slots that none of mine serves row −1."""
     count = tl.zeros([_SEGMENTS, _LANES], tl.int32)
     for step in tl.range(segment // _LANES, loop_unroll_factor=4):
-        ids, _ = _load_ids(ids_ptr, num_slots, segment, step)
+        ids, slots = _load_ids(ids_ptr, num_slots, segment, step)
         count += ((ids < -1) | (ids >= num_global)).to(tl.int32)
+        if ROW_ALIGN > 1:
+            served = (ids >= expert_offset) & (ids < expert_offset + num_experts)
+            tl.store(slot_rows_ptr + slots, tl.full(slots.shape, -1, tl.int32), mask=(slots < num_slots) & ~served)
     tl.store(skipped_ptr, tl.sum(tl.sum(count, axis=1), axis=0))
 
 
-@triton.jit(do_not_specialize=["num_slots", "num_tiles"], do_not_specialize_on_alignment=["ids_ptr"])
+@triton.jit(
+    do_not_specialize=["num_slots", "num_tiles"],
+    do_not_specialize_on_alignment=["ids_ptr"],
+    launch_metadata=routing_work,
+)
 def build_plan_kernel(
     ids_ptr,
     sorted_slots_ptr,
     expert_offsets_ptr,
     tiles_ptr,
     skipped_ptr,
+    slot_rows_ptr,
     num_slots,
     num_tiles,
     num_experts,
     expert_offset,
     num_global,
     BLOCK_M: tl.constexpr,
+    ROW_ALIGN: tl.constexpr,
 ):
     """Contract: `build_plan`. Grid: ceil(E / 3) programs of three experts, and one that counts skipped ids.
 
@@ -212,12 +249,17 @@ def build_plan_kernel(
     least floor(c / M) >= ceil(c / M) - 1, and the second by at least 1, since b + c >= b + 1 and e + 1 both
     exceed min(e, b). start is monotone with start(0) = 0 and start(E) <= floor(N / M) + min(E, N) =
     num_tiles for N slots; the last expert fills up to num_tiles. So every entry is written exactly once.
+
+    Aligned rows (ROW_ALIGN > 1) are the same scheme once more: expert e's rows start at ROW_ALIGN · start(e) for tiles
+    of ROW_ALIGN rows, which leaves room for its c slots without knowing any other expert's count.
     """
     segment = tl.cdiv(num_slots, _SEGMENTS * _LANES) * _LANES
     num_steps = segment // _LANES
     program = tl.program_id(0)
     if program == tl.num_programs(0) - 1:
-        _count_skipped(ids_ptr, skipped_ptr, num_slots, segment, num_global)
+        _count_skipped(
+            ids_ptr, skipped_ptr, slot_rows_ptr, num_slots, segment, num_experts, expert_offset, num_global, ROW_ALIGN
+        )
     else:
         first = program * _EXPERTS
 
@@ -245,9 +287,12 @@ def build_plan_kernel(
         end = begin_2 + (even_total >> 32).to(tl.int32)
         even = tl.cumsum(even, axis=0) - even
         odd = tl.cumsum(odd, axis=0) - odd
-        next_0 = begin_0 + even.to(tl.int32)
-        next_1 = begin_1 + odd.to(tl.int32)
-        next_2 = begin_2 + (even >> 32).to(tl.int32)
+        row_0 = _first_row(begin_0, first, ROW_ALIGN)
+        row_1 = _first_row(begin_1, first + 1, ROW_ALIGN)
+        row_2 = _first_row(begin_2, first + 2, ROW_ALIGN)
+        next_0 = row_0 + even.to(tl.int32)
+        next_1 = row_1 + odd.to(tl.int32)
+        next_2 = row_2 + (even >> 32).to(tl.int32)
 
         ids, slots = _load_ids(ids_ptr, num_slots, segment, 0)
         for step in range(num_steps):
@@ -264,6 +309,8 @@ def build_plan_kernel(
             flat: tl.constexpr = [_SEGMENTS * _LANES]
             target = sorted_slots_ptr + tl.reshape(row + rank, flat)
             tl.store(target, tl.reshape(slots, flat), mask=tl.reshape(hit, flat))
+            if ROW_ALIGN > 1:
+                tl.store(slot_rows_ptr + slots, row + rank, mask=hit)
             taken = tl.sum(one, axis=1)
             next_0 += taken & 0xFF
             next_1 += (taken >> 8) & 0xFF
@@ -280,16 +327,18 @@ def build_plan_kernel(
                 if expert == num_experts - 1:
                     tl.store(expert_offsets_ptr + num_experts, stop)
                     last_tile = num_tiles
-                _write_tiles(tiles_ptr, expert, begin, stop, _tile_start(begin, expert, BLOCK_M), last_tile, BLOCK_M)
+                row = row_0 if i == 0 else row_1 if i == 1 else row_2
+                first_tile = _tile_start(begin, expert, BLOCK_M)
+                _write_tiles(tiles_ptr, expert, row, row + (stop - begin), first_tile, last_tile, BLOCK_M)
 
 
 def compile_jobs(arch: int) -> list[CompileJob]:
-    """Both id types; the kernel is the same on every architecture."""
-    outputs = ("sorted_slots_ptr", "expert_offsets_ptr", "tiles_ptr", "skipped_ptr")
+    """Both id types, dense and aligned rows; the kernel is the same on every architecture."""
+    outputs = ("sorted_slots_ptr", "expert_offsets_ptr", "tiles_ptr", "skipped_ptr", "slot_rows_ptr")
     sizes = ("num_slots", "num_tiles", "num_experts", "expert_offset", "num_global")
     return [
         CompileJob(
-            name=f"routing/int{bits}",
+            name=f"routing/int{bits}" + ("/aligned" if row_align > 1 else ""),
             kernel="routing",
             recipe=f"int{bits} ids",
             fn=build_plan_kernel,
@@ -298,9 +347,9 @@ def compile_jobs(arch: int) -> list[CompileJob]:
                 **dict.fromkeys(outputs, "*i32"),
                 **dict.fromkeys(sizes, "i32"),
             },
-            constexprs={"BLOCK_M": 64},
+            constexprs={"BLOCK_M": 64, "ROW_ALIGN": row_align},
             options=_OPTIONS,
             divisible_by_16=frozenset(outputs),
         )
-        for bits in (32, 64)
+        for bits, row_align in ((32, 1), (64, 1), (64, 8))
     ]

@@ -8,15 +8,18 @@ backend decides where that runs, never what comes out.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, fields, replace
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 
 import torch
 
-from megamoe import debug, validation
+from megamoe import debug, ops, validation
 from megamoe.backends import select
-from megamoe.backends.base import Layer, LayerRequest, UnsupportedError
+from megamoe.backends.base import Layer, LayerRequest, named_tensors
+from megamoe.options import LayerOptions, resolve
+from megamoe.parameters import LayerParameters
 from megamoe.plain_weights import PlainWeights
-from megamoe.recipe import Recipe, resolve_recipe, traits
+from megamoe.recipe import Recipe, resolve_recipe
 from megamoe.spec import LayerSpec
 from megamoe.weights import MoEWeights, prepare
 
@@ -26,9 +29,9 @@ def mega_moe(
     topk_ids: torch.Tensor,
     topk_weights: torch.Tensor,
     w13: torch.Tensor,
-    w13_scale: torch.Tensor,
+    w13_scale: torch.Tensor | None,
     w2: torch.Tensor,
-    w2_scale: torch.Tensor,
+    w2_scale: torch.Tensor | None,
     *,
     mma_type: str,
     act_scale: str | None = None,
@@ -46,7 +49,7 @@ def mega_moe(
     expert_scales: torch.Tensor | None = None,
     x_gsf: torch.Tensor | None = None,
     activation: str = "swiglu",
-    activation_clamp: float | None = None,
+    activation_clamp: float | torch.Tensor | None = None,
     activation_alpha: float | torch.Tensor | None = None,
     activation_beta: float | torch.Tensor | None = None,
     routed_scaling_factor: float = 1.0,
@@ -59,114 +62,132 @@ def mega_moe(
 ) -> torch.Tensor:
     """One MoE layer on plain tensors. Prepares the weights anew at every call: use `MegaMoE` for serving.
 
-    hidden_states BF16 [T, H], rows may be strided; topk_ids int32 or int64 [T, K], −1 skips a slot and any
-    other id outside [0, E) is skipped too (`check_ids=True` raises instead); topk_weights float32 [T, K].
+    hidden_states BF16 [T, H], rows may be strided; topk_ids int32 or int64 [T, K], global; topk_weights float32 [T, K].
+    An id of −1 and the id of another rank's expert skip the slot; any other id that names no expert is skipped too
+    (`check_ids=True` raises instead).
 
-    Weights, contiguous, all on one device with the tokens:
+    Weights, all on one device with the tokens; the two last axes contiguous, experts may be strided or expanded:
 
     | `mma_type` | w13, gate rows then up rows | w13_scale | w2 | w2_scale |
     |---|---|---|---|---|
-    | `fp8xfp4`, `mxf4xmxf4` | uint8/int8 [E, 2I, H/2] | UE8M0 [E, 2I, H/32] | [E, H, I/2] | [E, H, I/32] |
+    | `fp8xfp4`, `mxf4xmxf4`, `bf16xfp4` | uint8/int8 [E, 2I, H/2] | UE8M0 [E, 2I, H/32] | [E, H, I/2] | [E, H, I/32] |
     | `nvfp4xnvfp4` | uint8/int8 [E, 2I, H/2] | UE4M3 [E, 2I, H/16] | [E, H, I/2] | [E, H, I/16] |
     | `fp8xfp8` | float8_e4m3fn [E, 2I, H] | float32 [E, 2I/128, H/128] | [E, H, I] | [E, H/128, I/128] |
+    | `mxfp8xmxfp8` | float8_e4m3fn [E, 2I, H] | UE8M0 [E, 2I, H/32] | [E, H, I] | [E, H, I/32] |
+    | `bf16xbf16` | bfloat16 [E, 2I, H] | None | [E, H, I] | None |
 
-    UE8M0 scales are uint8 or float8_e8m0fnu, UE4M3 scales uint8 or float8_e4m3fn. `act_scale=None` and
-    `numerics=None` mean the first legal row of the recipe table for `mma_type`; `numerics="deep_gemm"` its
-    DeepGEMM row.
+    UE8M0 scales are uint8 or float8_e8m0fnu, UE4M3 scales uint8 or float8_e4m3fn; scales may have any strides. H and I
+    are multiples of 32; more where scale groups ask for it: 128 for both under `block128`, for I under `token`; less,
+    16, under `nvfp4xnvfp4`. `act_scale=None` and `numerics=None` mean the first
+    legal row of the recipe table for `mma_type`; `numerics="deep_gemm"` its DeepGEMM row.
 
-    shared_*: S shared experts as one dense MLP, [2·I·S, H] and [H, I·S], all four or none; their dtype
-    decides their format (beside `fp8xfp4` E4M3 with UE8M0/32 scales or MXFP4, elsewhere the routed format).
-    l1_alphas, l2_alphas, l2_act_scales: NVFP4's global scales of the routed experts, float32 [E, 2] (gate, up), [E] and
-    [E]; they multiply the accumulators of GEMM 1, those of GEMM 2, and the activated values before requantization.
-    expert_scales: float32 [E], multiplied into the top-k weights of each expert's slots.
-    routed_scaling_factor: multiplied into every top-k weight; shared experts keep weight 1.
-    activation: "swiglu" gate·sigmoid(gate)·up; "swigluoai" gate·sigmoid(alpha·gate)·(up + beta); "situ" (`fp8xfp4`, no
-    clamp) 4·tanh(gate/4)·sigmoid(gate)·25·tanh(up/25).
+    w13_layout: "gate_up", or "interleaved" where rows of w13, its scales and bias alternate: gate 0, up 0, gate 1, …
+    shared_*: S shared experts, all of the tensors or none; their dtype decides their format (beside `fp8xfp4` E4M3 or
+    MXFP4, elsewhere the routed format). Under DeepGEMM numerics one dense MLP with weight 1 on every token,
+    [2·I·S, H], gate rows then up rows, and [H, I·S]. Under `trtllm_gen` S experts [S, 2I, H] and [S, H, I], which
+    topk_ids name num_experts + s; their top-k weights are taken as they are.
+    w13_bias [E, 2I], w2_bias [E, H]: float32 or bfloat16. This and every per-expert tensor of this rank has E rows,
+    under `trtllm_gen` E + S, those of the shared experts last.
+    l1_alphas, l2_alphas, l2_act_scales: global scales of NVFP4 and of every `trtllm_gen` recipe, float32 [E, 2] (gate,
+    up), [E] and [E]; they multiply the accumulators of GEMM 1, those of GEMM 2, and the activated values before
+    requantization.
+    expert_scales: float32 [num_experts], by global id, multiplied into the top-k weights of each expert's slots.
+    x_gsf: float32 [1], the global factor by which `nv16` activations are quantized; needed there, refused elsewhere.
+    activation: "swiglu" gate·sigmoid(gate)·up; "swigluoai" gate·sigmoid(alpha·gate)·(up + beta); "situ" (`fp8xfp4` with
+    `mx32`, no clamp) alpha·tanh(gate/alpha)·sigmoid(gate)·beta·tanh(up/beta).
     activation_clamp: c in gate = min(gate, c), up = clamp(up, −c, c); None or inf: no clamp.
-    activation_alpha, activation_beta: those of "swigluoai"; None: 1.702 and 1.
-    output: BF16 [T, H] to write into; allocated when None. T = 0 is allowed.
-    moe_backend: "triton", "reference" or "auto" (triton where it can run, else reference).
+    activation_alpha, activation_beta: "swigluoai": 1.702 and 1 when None; "situ": 4 and 25, others under `trtllm_gen`
+    alone. These and the clamp may be float32 [E] under `trtllm_gen`. Under NVFP4's `trtllm_gen` recipes bias, clamp and
+    beta are in units of the raw accumulators.
+    routed_scaling_factor: multiplied into every top-k weight but those of shared experts.
+    num_experts, local_expert_offset, expert_map: which experts w13 holds. ids of all ranks are 0…num_experts − 1 (None:
+    E, or as many as the map has); w13's first expert has the id local_expert_offset, or expert_map int32 [num_experts]
+    gives each id's index into w13, −1 for none. A dense shared MLP is added on every rank that is given one.
+    output: BF16 [T, H] to write into, rows may be strided; allocated when None. T = 0 is allowed.
+    moe_backend: "triton", "reference", "deep_gemm", "flashinfer_trtllm" (upstream itself, where it is installed and can
+    run) or "auto" (triton where it can run, else reference).
+
+    Nothing is differentiable: a tensor with requires_grad=True is refused, also under `torch.no_grad()`; pass it
+    detached. Under `torch.compile` the call is one op, which raises when it runs.
 
     Raises `TypeError`/`ValueError` naming the argument, or `UnsupportedError` (a `NotImplementedError`) with
     the backend's reason for what is legal but not served; nothing is launched or written then.
     """
-    recipe = resolve_recipe(mma_type, act_scale, numerics)
-    per_expert = {
-        name: value
-        for name, value in (("activation_alpha", activation_alpha), ("activation_beta", activation_beta))
-        if isinstance(value, torch.Tensor)
-    }
-    checked_activation = validation.check_activation(
-        recipe,
-        activation,
-        activation_clamp,
-        None if "activation_alpha" in per_expert else activation_alpha,
-        None if "activation_beta" in per_expert else activation_beta,
-    )
-    factor = validation.check_routed_scaling_factor(routed_scaling_factor)
-    validation.check_choice("w13_layout", w13_layout, validation.W13_LAYOUTS)
-    validation.check_flag("check_ids", check_ids)
+    if torch.compiler.is_compiling():
+        return ops.traced_mega_moe(
+            hidden_states, topk_ids, topk_weights, (w13, w13_scale, w2, w2_scale), output,
+            dict(
+                mma_type=mma_type, act_scale=act_scale, numerics=numerics, w13_layout=w13_layout,
+                shared_w13=shared_w13, shared_w13_scale=shared_w13_scale, shared_w2=shared_w2,
+                shared_w2_scale=shared_w2_scale, w13_bias=w13_bias, w2_bias=w2_bias, l1_alphas=l1_alphas,
+                l2_alphas=l2_alphas, l2_act_scales=l2_act_scales, expert_scales=expert_scales, x_gsf=x_gsf,
+                activation=activation, activation_clamp=activation_clamp, activation_alpha=activation_alpha,
+                activation_beta=activation_beta, routed_scaling_factor=routed_scaling_factor,
+                local_expert_offset=local_expert_offset, num_experts=num_experts, expert_map=expert_map,
+                check_ids=check_ids, moe_backend=moe_backend,
+            ),
+        )  # fmt: skip
+    recipe = _recipe_of(mma_type, act_scale, numerics)
     weights = PlainWeights(
         w13, w13_scale, w2, w2_scale, shared_w13, shared_w13_scale, shared_w2, shared_w2_scale,
-        l1_alphas, l2_alphas, l2_act_scales,
+        l1_alphas, l2_alphas, l2_act_scales, w13_bias, w2_bias, w13_layout,
     )  # fmt: skip
-    dims = validation.read_dims(weights, recipe)
-    options = _options_in_use(
-        dims.num_experts,
-        arguments={
-            "w13_bias": w13_bias, "w2_bias": w2_bias, "x_gsf": x_gsf, "expert_map": expert_map,
-            **per_expert,
-        },
-        w13_layout=w13_layout,
-        local_expert_offset=local_expert_offset,
-        num_experts=num_experts,
-    )  # fmt: skip
+    dims = validation.check_weights(weights, recipe)
     num_tokens, top_k = validation.read_token_dims(hidden_states, topk_ids)
-    spec = _layer_spec(recipe, dims, top_k, checked_activation)
-    request = LayerRequest(spec, w13.device, max(num_tokens, 1), options)
+    options = LayerOptions(
+        activation, activation_clamp, activation_alpha, activation_beta, expert_scales, x_gsf, routed_scaling_factor,
+        local_expert_offset, num_experts, expert_map,
+    )  # fmt: skip
+    spec, parameters = resolve(options, recipe, dims, top_k, w13.device)
+    call = _Call(spec, parameters, w13.device, check_ids)
+    call.check(hidden_states, topk_ids, topk_weights, output)
+    request = LayerRequest(spec, w13.device, max(num_tokens, 1))
     backend = select(moe_backend, request)
-
-    validation.check_weights(weights, recipe)
-    call = _Call(spec, w13.device, check_ids)
-    output = call.checked_output(hidden_states, topk_ids, topk_weights, output)
-    if expert_scales is not None:
-        validation.check_expert_scales(expert_scales, dims.num_experts, w13.device)
-    layer = backend.open(request, _as_bytes(weights, recipe), expert_scales=expert_scales, routed_scaling_factor=factor)
-    return call.run(layer, hidden_states, topk_ids, topk_weights, output)
+    with device_guard(w13.device):
+        layer = backend.open(request, validation.canonical(weights, recipe), parameters)
+        return call.run(layer, hidden_states, topk_ids, topk_weights, output)
 
 
 def prepare_weights(
     w13: torch.Tensor,
-    w13_scale: torch.Tensor,
+    w13_scale: torch.Tensor | None,
     w2: torch.Tensor,
-    w2_scale: torch.Tensor,
+    w2_scale: torch.Tensor | None,
     *,
     mma_type: str,
     act_scale: str | None = None,
     numerics: str | None = None,
+    w13_layout: str = "gate_up",
     shared_w13: torch.Tensor | None = None,
     shared_w13_scale: torch.Tensor | None = None,
     shared_w2: torch.Tensor | None = None,
     shared_w2_scale: torch.Tensor | None = None,
+    w13_bias: torch.Tensor | None = None,
+    w2_bias: torch.Tensor | None = None,
     l1_alphas: torch.Tensor | None = None,
     l2_alphas: torch.Tensor | None = None,
     l2_act_scales: torch.Tensor | None = None,
+    donate: bool = False,
 ) -> MoEWeights:
     """Bring plain weights (see `mega_moe`) into the byte order the kernels read, once at load.
 
-    w13 and the scales are copied; w2, which needs no reordering, is kept as it is and shared with the caller.
+    Under DeepGEMM numerics with [gate; up] rows w13 is reordered, and so are all scales other than fp32: into copies,
+    or with `donate=True` where they lie, one expert at a time (scales whose rows or groups need padding, to 128 and 4,
+    are copied all the same), so that the caller's tensors are the layer's from then on and hold another order. All
+    other weights are kept as they are and shared with the caller.
     Works on every device, the CPU included. Raises as `mega_moe` does.
     """
-    recipe = resolve_recipe(mma_type, act_scale, numerics)
-    missing = traits(recipe).missing
-    if missing is not None:
-        raise UnsupportedError(f"recipe {recipe} {missing}")
+    recipe = _recipe_of(mma_type, act_scale, numerics)
     weights = PlainWeights(
         w13, w13_scale, w2, w2_scale, shared_w13, shared_w13_scale, shared_w2, shared_w2_scale,
-        l1_alphas, l2_alphas, l2_act_scales,
+        l1_alphas, l2_alphas, l2_act_scales, w13_bias, w2_bias, w13_layout,
     )  # fmt: skip
     validation.check_weights(weights, recipe)
-    return prepare(_as_bytes(weights, recipe), recipe)
+    validation.check_flag("donate", donate)
+    if donate:
+        validation.check_distinct("w13", w13)
+    with device_guard(w13.device):
+        return prepare(validation.canonical(weights, recipe), recipe, donate=donate)
 
 
 class MegaMoE:
@@ -178,7 +199,11 @@ class MegaMoE:
     Calls launch on the current stream, wait for nothing and, after `warmup`, allocate nothing but an output
     that was not given, so they can be captured in a CUDA graph. `warmup` compiles for contiguous tensors that start on
     16 bytes; strided rows or other starts compile once more at their first call. One object serves one stream at a
-    time: its calls share one workspace.
+    time: its calls share one workspace. Objects share nothing but the weights, so that two can run on two streams.
+
+    Under `torch.compile` a call is one op and needs no graph break. Dynamo takes integers of modules for constants, the
+    number by which the op finds its object too: many blocks that are compiled one by one share one graph with
+    `torch._dynamo.config.allow_unspec_int_on_nn_module = True`; a model compiled as a whole needs nothing.
     """
 
     def __init__(
@@ -188,11 +213,15 @@ class MegaMoE:
         top_k: int,
         *,
         activation: str = "swiglu",
-        activation_clamp: float | None = None,
-        activation_alpha: float | None = None,
-        activation_beta: float | None = None,
+        activation_clamp: float | torch.Tensor | None = None,
+        activation_alpha: float | torch.Tensor | None = None,
+        activation_beta: float | torch.Tensor | None = None,
         expert_scales: torch.Tensor | None = None,
+        x_gsf: torch.Tensor | None = None,
         routed_scaling_factor: float = 1.0,
+        local_expert_offset: int = 0,
+        num_experts: int | None = None,
+        expert_map: torch.Tensor | None = None,
         check_ids: bool = False,
         moe_backend: str = "triton",
     ) -> None:
@@ -200,11 +229,10 @@ class MegaMoE:
             raise TypeError(f"weights is a {type(weights).__name__}; expected what megamoe.prepare_weights returns")
         validation.check_count("max_tokens", max_tokens, 1)
         validation.check_count("top_k", top_k, 1, validation.MAX_TOP_K)
-        validation.check_flag("check_ids", check_ids)
-        checked_activation = validation.check_activation(
-            weights.recipe, activation, activation_clamp, activation_alpha, activation_beta
-        )
-        factor = validation.check_routed_scaling_factor(routed_scaling_factor)
+        options = LayerOptions(
+            activation, activation_clamp, activation_alpha, activation_beta, expert_scales, x_gsf,
+            routed_scaling_factor, local_expert_offset, num_experts, expert_map,
+        )  # fmt: skip
         dims = validation.WeightDims(
             weights.num_experts,
             weights.hidden,
@@ -212,16 +240,21 @@ class MegaMoE:
             weights.num_shared_experts,
             None if weights.shared is None else weights.shared.format,
         )
-        if expert_scales is not None:
-            validation.check_expert_scales(expert_scales, dims.num_experts, weights.device)
-        self.spec = _layer_spec(weights.recipe, dims, top_k, checked_activation)
-        self.max_tokens = max_tokens
         self.device = weights.device
-        self._call = _Call(self.spec, self.device, check_ids)
+        self.spec, parameters = resolve(options, weights.recipe, dims, top_k, self.device)
+        self.max_tokens = max_tokens
+        self._call = _Call(self.spec, parameters, self.device, check_ids)
         request = LayerRequest(self.spec, self.device, max_tokens)
         backend = select(moe_backend, request)
         self.backend = backend.name
-        self._layer = backend.open(request, weights, expert_scales=expert_scales, routed_scaling_factor=factor)
+        with device_guard(self.device):
+            self._layer = backend.open(request, weights, parameters)
+        self._handle = ops.register(self)
+
+    def __setstate__(self, state: dict[str, object]) -> None:
+        """A copy (`copy.deepcopy`, pickle) has its own workspace, and graphs must find it, not the original."""
+        self.__dict__.update(state)
+        self._handle = ops.register(self)
 
     def __call__(
         self,
@@ -231,19 +264,29 @@ class MegaMoE:
         output: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """The layer's BF16 [T, H] for T <= max_tokens tokens; arguments as in `mega_moe`."""
-        output = self._call.checked_output(hidden_states, topk_ids, topk_weights, output, max_tokens=self.max_tokens)
-        return self._call.run(self._layer, hidden_states, topk_ids, topk_weights, output)
+        if torch.compiler.is_compiling():
+            return ops.traced_layer(hidden_states, topk_ids, topk_weights, output, self._handle)
+        self._call.check(hidden_states, topk_ids, topk_weights, output, max_tokens=self.max_tokens)
+        with device_guard(self.device):
+            return self._call.run(self._layer, hidden_states, topk_ids, topk_weights, output)
 
     def warmup(self, token_counts: Iterable[int]) -> None:
         """Run once per token count (1…max_tokens) on made-up inputs, so that later calls compile nothing."""
+        if not isinstance(token_counts, Iterable):
+            raise TypeError(
+                f"token_counts is {token_counts!r} ({type(token_counts).__name__}); allowed: several token counts, "
+                "such as [1, 64]"
+            )
         counts = [validation.check_count("token_counts", n, 1, self.max_tokens) for n in token_counts]
         spec = self.spec
-        for n in counts:
-            x = torch.ones(n, spec.hidden, dtype=torch.bfloat16, device=self.device)
-            slots = torch.arange(n * spec.top_k, device=self.device).reshape(n, spec.top_k)
-            weights = torch.ones(n, spec.top_k, dtype=torch.float32, device=self.device)
-            for dtype in (torch.int32, torch.int64):
-                self._layer(x, (slots % spec.num_experts).to(dtype), weights, torch.empty_like(x))
+        with device_guard(self.device):
+            for n in counts:
+                x = torch.ones(n, spec.hidden, dtype=torch.bfloat16, device=self.device)
+                slots = torch.arange(n * spec.top_k, device=self.device).reshape(n, spec.top_k)
+                ids = slots % (spec.num_experts + spec.shared_slots)
+                weights = torch.ones(n, spec.top_k, dtype=torch.float32, device=self.device)
+                for dtype in (torch.int32, torch.int64):
+                    self._layer(x, ids.to(dtype), weights, torch.empty_like(x))
 
     @property
     def workspace_bytes(self) -> int:
@@ -255,16 +298,28 @@ class MegaMoE:
         """Bytes of the weights as the backend holds them."""
         return self._layer.weight_bytes
 
+    @property
+    def skipped_ids(self) -> int:
+        """Ids that the last call (or graph replay) skipped because they name no expert; 0 before it. Waits for the GPU.
+
+        −1 and experts of other ranks are not counted. A call without tokens leaves it as it was.
+        """
+        return self._layer.skipped_ids
+
 
 @dataclass(frozen=True)
 class _Call:
     """What every call does around the backend: check, allocate the output, debug."""
 
     spec: LayerSpec
+    parameters: LayerParameters
     device: torch.device
     check_ids: bool
 
-    def checked_output(
+    def __post_init__(self) -> None:
+        validation.check_flag("check_ids", self.check_ids)
+
+    def check(
         self,
         hidden_states: torch.Tensor,
         topk_ids: torch.Tensor,
@@ -272,17 +327,16 @@ class _Call:
         output: torch.Tensor | None,
         *,
         max_tokens: int | None = None,
-    ) -> torch.Tensor:
-        """Check a call's tensors; the output to write, allocated when not given."""
+    ) -> None:
+        """Check a call's tensors."""
         hidden = self.spec.hidden
         validation.check_hidden_states(hidden_states, hidden, self.device)
         num_tokens = hidden_states.shape[0]
         if max_tokens is not None and num_tokens > max_tokens:
             raise ValueError(f"hidden_states has {num_tokens} tokens; allowed: at most max_tokens = {max_tokens}")
         validation.check_routing(topk_ids, topk_weights, num_tokens, self.spec.top_k, self.device)
-        if output is None:
-            return torch.empty(num_tokens, hidden, dtype=torch.bfloat16, device=self.device)
-        return validation.check_output(output, num_tokens, hidden, self.device)
+        if output is not None:
+            validation.check_output(output, num_tokens, hidden, self.device)
 
     def run(
         self,
@@ -290,63 +344,46 @@ class _Call:
         hidden_states: torch.Tensor,
         topk_ids: torch.Tensor,
         topk_weights: torch.Tensor,
-        output: torch.Tensor,
+        output: torch.Tensor | None,
     ) -> torch.Tensor:
+        """Run checked tensors; the output, allocated when not given."""
         debugging = debug.enabled()
         if self.check_ids or debugging:
             debug.refuse_capture(self.device)
-            debug.check_ids(topk_ids, self.spec.num_experts)
+            routing = debug.Routing.of(topk_ids, self.spec, self.parameters.expert_map)
+            debug.check_ids(routing, self.spec, self.parameters.expert_map)
+        if output is None:
+            output = torch.empty(hidden_states.shape, dtype=torch.bfloat16, device=self.device)
         if len(hidden_states) == 0:
             return output
         if debugging:  # before the run, which may overwrite them: `output` may be `hidden_states`
-            debug.raise_on_nan(debug.input_stages(hidden_states, topk_ids, topk_weights, self.spec.num_experts))
+            expert_scales = self.parameters.expert_scales
+            debug.raise_on_nan(debug.input_stages(hidden_states, topk_weights, routing, expert_scales))
+            debug.raise_on_nan(debug.weight_stages(self._tensors(layer), routing, self.spec))
         layer(hidden_states, topk_ids, topk_weights, output)
         if debugging:
-            debug.raise_on_nan([*layer.stages(topk_ids), debug.output_stage(output)])
+            debug.raise_on_nan([*layer.stages(routing), debug.output_stage(output)])
         return output
 
-
-def _layer_spec(
-    recipe: Recipe, dims: validation.WeightDims, top_k: int, activation: validation.Activation
-) -> LayerSpec:
-    return LayerSpec(
-        recipe,
-        hidden=dims.hidden,
-        intermediate=dims.intermediate,
-        num_experts=dims.num_experts,
-        top_k=top_k,
-        num_shared_experts=dims.num_shared_experts,
-        shared_weight=dims.shared_weight,
-        **activation._asdict(),
-    )
+    def _tensors(self, layer: Layer) -> dict[str, torch.Tensor]:
+        """Everything that holds numbers of the layer, by argument."""
+        p = self.parameters
+        optional = {
+            "x_gsf": p.x_gsf, "activation_clamp": p.clamp, "activation_alpha": p.alpha, "activation_beta": p.beta
+        }  # fmt: skip
+        return {
+            **named_tensors(layer.weights),
+            **{name: tensor for name, tensor in optional.items() if tensor is not None},
+        }
 
 
-def _options_in_use(
-    experts_in_w13: int,
-    *,
-    arguments: dict[str, object],
-    w13_layout: str,
-    local_expert_offset: int,
-    num_experts: int | None,
-) -> tuple[str, ...]:
-    """The `LayerRequest.options` of a call."""
-    options = [name for name, value in arguments.items() if value is not None]
-    if w13_layout != "gate_up":
-        options.append(f"w13_layout={w13_layout!r}")
-    if validation.check_count("local_expert_offset", local_expert_offset, 0):
-        options.append(f"local_expert_offset={local_expert_offset}")
-    if num_experts is not None and validation.check_count("num_experts", num_experts, 1) != experts_in_w13:
-        options.append(f"num_experts={num_experts} (w13 holds {experts_in_w13})")
-    return tuple(options)
+def device_guard(device: torch.device) -> AbstractContextManager:
+    """Makes `device` current: Triton launches on the current device, wherever the tensors are."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
-def _as_bytes(weights: PlainWeights, recipe: Recipe) -> PlainWeights:
-    """The same weights with packed elements and scale bytes as uint8, whatever label they came with."""
-    labels = {torch.int8, torch.float8_e8m0fnu}
-    raw: dict[str, torch.Tensor] = {}
-    for field in fields(weights):
-        tensor = getattr(weights, field.name)
-        is_ue4m3 = field.name.endswith("_scale") and traits(recipe).weight_scale_format == "ue4m3"
-        if tensor is not None and (is_ue4m3 or tensor.dtype in labels):
-            raw[field.name] = tensor.view(torch.uint8)
-    return replace(weights, **raw)
+def _recipe_of(mma_type: str, act_scale: str | None, numerics: str | None) -> Recipe:
+    for name, value in (("mma_type", mma_type), ("act_scale", act_scale), ("numerics", numerics)):
+        if value is not None and not isinstance(value, str):
+            raise TypeError(f"{name} is {value!r} ({type(value).__name__}); allowed: None or a string")
+    return resolve_recipe(mma_type, act_scale, numerics)

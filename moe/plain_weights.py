@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import torch
+
+from megamoe.recipe import ElementFormat
 
 
 @dataclass(frozen=True)
 class PlainWeights:
     """Quantized weights of one layer, rows of the contraction axis contiguous.
 
-    w13 [E, 2I, H], rows = I gate rows, then I up rows; w2 [E, H, I]. Shared experts are one dense MLP of
-    width W = I·S: shared_w13 [2W, H], shared_w2 [H, W], all four shared tensors or none. Elements and
-    scales:
+    w13 [E, 2I, H], w2 [E, H, I]. `w13_layout` is the order of w13's rows, of its scales' and of its bias's: `gate_up`,
+    I gate rows, then I up rows, or `interleaved`, gate 0, up 0, gate 1, … (gpt-oss). Shared experts, all four tensors
+    or none: under DeepGEMM numerics one dense MLP of width W = I·S, shared_w13 [2W, H] and shared_w2 [H, W], whose rows
+    are always [gate; up]; under `trtllm_gen` S separate experts, shared_w13 [S, 2I, H] and shared_w2 [S, H, I], laid
+    out as the routed ones. Elements and scales:
 
     ================  =================================  ====================================================
     element           tensor                             scale tensor
@@ -37,9 +42,9 @@ class PlainWeights:
     """
 
     w13: torch.Tensor
-    w13_scale: torch.Tensor
+    w13_scale: torch.Tensor | None
     w2: torch.Tensor
-    w2_scale: torch.Tensor
+    w2_scale: torch.Tensor | None
     shared_w13: torch.Tensor | None = None
     shared_w13_scale: torch.Tensor | None = None
     shared_w2: torch.Tensor | None = None
@@ -47,15 +52,24 @@ class PlainWeights:
     l1_alphas: torch.Tensor | None = None
     l2_alphas: torch.Tensor | None = None
     l2_act_scales: torch.Tensor | None = None
+    w13_bias: torch.Tensor | None = None
+    w2_bias: torch.Tensor | None = None
+    w13_layout: str = "gate_up"
 
     @property
     def shared_weight(self) -> str | None:
-        """Element format of the shared weights, `"e4m3"` or `"e2m1"`; None without shared experts."""
-        if self.shared_w13 is None:
-            return None
-        return "e4m3" if self.shared_w13.dtype == torch.float8_e4m3fn else "e2m1"
+        """Element format of the shared weights, `"e4m3"`, `"e2m1"` or `"bf16"`; None without shared experts."""
+        return None if self.shared_w13 is None else element_format(self.shared_w13)
 
     def to(self, device: torch.device | str) -> PlainWeights:
         """The same weights on `device`."""
-        tensors = {field.name: getattr(self, field.name) for field in fields(self)}
-        return replace(self, **{name: t.to(device) for name, t in tensors.items() if t is not None})
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        moved: dict[str, Any] = {name: v.to(device) for name, v in values.items() if isinstance(v, torch.Tensor)}
+        return replace(self, **moved)
+
+
+def element_format(weight: torch.Tensor) -> ElementFormat:
+    """Element format of a weight, told by its dtype: bytes are packed E2M1."""
+    if weight.dtype == torch.float8_e4m3fn:
+        return "e4m3"
+    return "bf16" if weight.dtype == torch.bfloat16 else "e2m1"

@@ -71,20 +71,27 @@ def _quantize(
     x: torch.Tensor, kind: str, group: int, amax_floor: float | None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     validation.check_tensor("x", x, dtypes=(torch.bfloat16,), rank=2, axes="[n, H]")
-    if kind.startswith("mx") and group not in MX_GROUPS:
-        raise ValueError(f"group is {group!r}; allowed: {', '.join(map(str, MX_GROUPS))}")
+    if kind.startswith("mx"):
+        allowed = ", ".join(map(str, MX_GROUPS))
+        if isinstance(group, bool) or not isinstance(group, int):
+            raise TypeError(f"group is {group!r} ({type(group).__name__}); allowed: {allowed}")
+        if group not in MX_GROUPS:
+            raise ValueError(f"group is {group!r}; allowed: {allowed}")
     rows, hidden = x.shape
     if hidden == 0 or hidden % group:
         raise ValueError(f"x has {hidden} columns; expected a positive multiple of the scale group {group}")
     if amax_floor is not None:
         least = 0.0 if kind.startswith("mx") else LEAST_FLOOR
-        allowed = f"None or a finite number >= {least}"
-        if not least <= validation.check_number("amax_floor", amax_floor, allowed) < math.inf:
+        allowed = f"None or a finite float32 number >= {least}"
+        number = validation.check_number("amax_floor", amax_floor, allowed)
+        if not least <= number < math.inf:
             raise ValueError(f"amax_floor is {amax_floor}; allowed: {allowed}")
+        amax_floor = number  # rounded to fp32, as the kernel takes it
     if device_unsupported_reason(x.device) is not None:
         from megamoe.oracle import reference
 
         quantized = reference.quantize(x, kind, group, amax_floor)
+        assert quantized.sf is not None  # no kind here is without scales
         return quantized.q, quantized.sf, quantized.token_scale
 
     from megamoe.kernels import pre_dispatch

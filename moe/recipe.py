@@ -48,7 +48,6 @@ class Traits:
     `*_group` counts columns of the contraction axis per scale (0: unscaled); weight scales cover
     `weight_group[0]` rows × `weight_group[1]` columns. `mid_*` describe the intermediate between the two GEMMs.
     `token_scale` says that each token carries one more fp32 factor (NVFP4 of DeepGEMM).
-    `missing` is the reason why no kernel serves this legal recipe yet, or None.
     """
 
     act: ElementFormat
@@ -62,7 +61,6 @@ class Traits:
     interleave: Interleave
     judge: str
     token_scale: bool = False
-    missing: str | None = None
 
     @property
     def mid_kind(self) -> str:
@@ -75,8 +73,14 @@ class Traits:
             return "mxfp8"
         return "mxfp4" if self.mid_scale_format == "ue8m0" else "nvfp4"
 
+    @property
+    def tile_order(self) -> Literal["gran8", "gran16_even_odd"]:
+        """Order of gate and up rows within a tile of GEMM 1, however the weight lies in memory.
 
-_NEXT = "is legal but not built yet: it comes with the issue “Every recipe and every option”"
+        Both nibbles of a byte of an E2M1 intermediate must come from one thread.
+        """
+        return "gran16_even_odd" if self.mid_scale_format is not None and self.act == "e2m1" else "gran8"
+
 
 _MX_WEIGHT = dict(weight="e2m1", weight_scale_format="ue8m0", weight_group=(1, 32))
 _BLOCK_WEIGHT = dict(weight="e4m3", weight_scale_format="fp32", weight_group=(128, 128))
@@ -94,15 +98,15 @@ TABLE: dict[Recipe, Traits] = {
     ),
     Recipe("fp8xfp4", "mx32", "trtllm_gen"): _row(
         act="e4m3", act_scale_format="ue8m0", act_group=32, **_MX_WEIGHT,
-        mid_scale_format="ue8m0", mid_group=32, interleave="none", judge="trtllm-gen", missing=_NEXT,
+        mid_scale_format="ue8m0", mid_group=32, interleave="none", judge="trtllm-gen",
     ),
     Recipe("fp8xfp4", "block128", "deep_gemm_sm90"): _row(
         act="e4m3", act_scale_format="fp32", act_group=128, **_MX_WEIGHT,
-        mid_scale_format="fp32", mid_group=64, interleave="gran8", judge="reference", missing=_NEXT,
+        mid_scale_format="fp32", mid_group=128, interleave="gran8", judge="reference",
     ),
     Recipe("fp8xfp4", "token", "deep_gemm_sm90"): _row(
         act="e4m3", act_scale_format="fp32", act_group=0, **_MX_WEIGHT,
-        mid_scale_format="fp32", mid_group=64, interleave="gran8", judge="reference", missing=_NEXT,
+        mid_scale_format="fp32", mid_group=128, interleave="gran8", judge="reference",
     ),
     Recipe("mxf4xmxf4", "mx32", "deep_gemm_sm100"): _row(
         act="e2m1", act_scale_format="ue8m0", act_group=32, **_MX_WEIGHT,
@@ -118,12 +122,12 @@ TABLE: dict[Recipe, Traits] = {
         act="e2m1", act_scale_format="ue4m3", act_group=16,
         weight="e2m1", weight_scale_format="ue4m3", weight_group=(1, 16),
         mid_scale_format="ue4m3", mid_group=16, interleave="none", token_scale=True,
-        judge="trtllm-gen", missing=_NEXT,
+        judge="trtllm-gen",
     ),
     Recipe("nvfp4xnvfp4", "nv16", "trtllm_gen"): _row(
         act="e2m1", act_scale_format="ue4m3", act_group=16,
         weight="e2m1", weight_scale_format="ue4m3", weight_group=(1, 16),
-        mid_scale_format="ue4m3", mid_group=16, interleave="none", judge="trtllm-gen", missing=_NEXT,
+        mid_scale_format="ue4m3", mid_group=16, interleave="none", judge="trtllm-gen",
     ),
     Recipe("fp8xfp8", "block128", "deep_gemm_sm90"): _row(
         act="e4m3", act_scale_format="fp32", act_group=128, **_BLOCK_WEIGHT,
@@ -131,25 +135,25 @@ TABLE: dict[Recipe, Traits] = {
     ),
     Recipe("fp8xfp8", "block128", "trtllm_gen"): _row(
         act="e4m3", act_scale_format="fp32", act_group=128, **_BLOCK_WEIGHT,
-        mid_scale_format="fp32", mid_group=128, interleave="none", judge="trtllm-gen", missing=_NEXT,
+        mid_scale_format="fp32", mid_group=128, interleave="none", judge="trtllm-gen",
     ),
     Recipe("mxfp8xmxfp8", "mx32", "trtllm_gen"): _row(
         act="e4m3", act_scale_format="ue8m0", act_group=32,
         weight="e4m3", weight_scale_format="ue8m0", weight_group=(1, 32),
-        mid_scale_format="ue8m0", mid_group=32, interleave="none", judge="trtllm-gen", missing=_NEXT,
+        mid_scale_format="ue8m0", mid_group=32, interleave="none", judge="trtllm-gen",
     ),
     Recipe("bf16xbf16", "none", "deep_gemm_sm100"): _row(
         act="bf16", act_scale_format=None, act_group=0,
         weight="bf16", weight_scale_format=None, weight_group=(1, 0),
-        mid_scale_format=None, mid_group=0, interleave="gran8", judge="DeepGEMM SM100", missing=_NEXT,
+        mid_scale_format=None, mid_group=0, interleave="gran8", judge="DeepGEMM SM100",
     ),
     Recipe("bf16xfp4", "none", "trtllm_gen"): _row(
         act="bf16", act_scale_format=None, act_group=0, **_MX_WEIGHT,
-        mid_scale_format=None, mid_group=0, interleave="none", judge="trtllm-gen", missing=_NEXT,
+        mid_scale_format=None, mid_group=0, interleave="none", judge="trtllm-gen",
     ),
 }  # fmt: skip
 
-SERVED: tuple[Recipe, ...] = tuple(recipe for recipe, row in TABLE.items() if row.missing is None)
+ALL_RECIPES: tuple[Recipe, ...] = tuple(TABLE)
 
 
 def traits(recipe: Recipe) -> Traits:

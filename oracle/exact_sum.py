@@ -12,32 +12,35 @@ How it is made. Columns of x have a fixed sign each and belong to a class; in ev
   so an up value is 0, by cancellation, or ±2 · terms · A.
 
 A and B are such that the quantizer keeps them and makes power-of-two scales. Scales differ between tokens, K groups
-and weight rows, but from K group to K group the scales of x and of w13 cancel, so that sums keep one unit.
+and weight rows, but from K group to K group the scales of x and of w13 cancel, so that sums keep one unit. Values
+without scales (BF16) carry the power of two themselves.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from megamoe import formats
-from megamoe.oracle.random_layers import Layer, layer_spec
+from megamoe.oracle.random_layers import DTYPES, Layer, layer_spec
 from megamoe.oracle.reference import (
     BlockFormat,
+    Expert,
     LayerTrace,
     Stages,
+    act_format,
+    dense_shared_expert,
     dequantize_act,
-    dequantize_weight,
-    kind_of,
     mid_format,
     moe_layer,
-    shared_tensors,
     shared_weight_format,
+    slot_expert,
     slots_by_expert,
     weight_format,
 )
+from megamoe.parameters import LayerParameters
 from megamoe.plain_weights import PlainWeights
 from megamoe.recipe import Recipe
 from megamoe.spec import LayerSpec
@@ -63,22 +66,35 @@ class _Magnitudes:
     up_weight: int
 
 
-# By the scale format of the activations. fp32 scales are amax / 448, NVFP4's are amax / 2688 per token: A is a
-# multiple of that. E4M3 then holds 256 beside 448, so B is a power of two and act = gate · up is 448 · 2^k again.
+# By the scale of the activations. fp32 scales are amax / 448, NVFP4's are amax / 2688 per token or, with a global
+# factor, amax / 6 per group: A is a multiple of that. E4M3 then holds 256 beside 448, so B is a power of two and
+# act = gate · up is 448 · 2^k again; E2M1 holds 4 beside 6.
+_POWERS_OF_TWO = _Magnitudes(up=1.0, gate=1.0, gate_weight=1, up_weight=-5)
+_FP32 = _Magnitudes(up=448 / 512, gate=256 / 512, gate_weight=2, up_weight=-5)
 _MAGNITUDES = {
-    "ue8m0": _Magnitudes(up=1.0, gate=1.0, gate_weight=1, up_weight=-5),
-    "ue4m3": _Magnitudes(up=2688 / 1024, gate=1792 / 1024, gate_weight=1, up_weight=-5),
-    "fp32": _Magnitudes(up=448 / 512, gate=256 / 512, gate_weight=2, up_weight=-5),
+    "none": _POWERS_OF_TWO,
+    "mx32": _POWERS_OF_TWO,
+    "nv16_token": _Magnitudes(up=2688 / 1024, gate=1792 / 1024, gate_weight=1, up_weight=-5),
+    "nv16": _Magnitudes(up=1.5, gate=1.0, gate_weight=1, up_weight=-5),
+    "block128": _FP32,
+    "token": _FP32,
 }
+_X_GSF = 8.0
+_UNSCALED_GROUP = 32  # columns of BF16 weights that share a power of two
+
+
+_Matrix = tuple[torch.Tensor, torch.Tensor | None]
+"""Elements and scales of a weight; BF16 has none."""
 
 
 @dataclass(frozen=True)
 class _Columns:
-    """The columns of x: class and sign int64 [H], and the exponent of each K group's scale, int64 [H / group]."""
+    """The columns of x: class and sign int64 [H], and the exponents of their K groups, int64 [H / group]."""
 
     kind: torch.Tensor
     sign: torch.Tensor
     exponent: torch.Tensor
+    group: int
 
 
 def exact_sum_layer(
@@ -102,90 +118,126 @@ def exact_sum_layer(
     spec = layer_spec(
         recipe, hidden, intermediate, num_experts, top_k, num_shared_experts, shared_weight, activation_clamp=None
     )
-    if hidden % spec.traits.act_group:
-        raise ValueError(f"hidden={hidden} must be a multiple of the scale group, {spec.traits.act_group}")
+    group = max(spec.traits.act_group, *(fmt.cols or _UNSCALED_GROUP for fmt in _weight_formats(spec)))
+    if hidden % group:
+        raise ValueError(f"hidden={hidden} must be a multiple of the scale group, {group}")
     generator = torch.Generator(device).manual_seed(seed)
-    columns = _columns(spec, generator)
-    layer = Layer(spec, _weights(spec, columns, generator), *_inputs(spec, tokens, columns, generator))
-    require_exact(layer, moe_layer(layer.x, layer.topk_ids, layer.topk_weights, layer.weights, spec))
+    columns = _columns(spec, group, generator)
+    weights = _weights(spec, columns, generator)
+    inputs = _inputs(spec, tokens, columns, generator)
+    x_gsf = torch.tensor([_X_GSF], device=device) if recipe.act_scale == "nv16" else None
+    layer = Layer(spec, weights, *inputs, LayerParameters(x_gsf=x_gsf))
+    trace = moe_layer(layer.x, layer.topk_ids, layer.topk_weights, weights, spec, parameters=layer.parameters)
+    require_exact(layer, trace)
     return layer
 
 
 def require_exact(layer: Layer, trace: LayerTrace) -> None:
     """`ValueError` naming the condition, the first place and the value, where `layer` breaks one of these:
 
-    x survives quantization, without an all-zero scale group; gates are 0 or ≥ 32; every row has an activated value
-    that is not 0; under fp32 intermediate scales activated values are 0 or ±448 · 2^k, one magnitude per scale;
-    sums of both GEMMs stay within `SUM_BITS` of their unit, in every order, and the combine's within `COMBINE_BITS`.
+    x survives quantization, without an all-zero scale group; gates, in natural units, are 0 or ≥ 32; every row has an
+    activated value that is not 0; under fp32 intermediate scales activated values are 0 or ±448 · 2^k, one magnitude
+    per scale; sums of both GEMMs stay within `SUM_BITS` of their unit, in every order, and the combine's within
+    `COMBINE_BITS`.
     """
     spec = layer.spec
-    x = dequantize_act(trace.x.q, trace.x.sf, kind_of(spec.recipe), trace.x.token_scale)
+    trtllm_gen = spec.recipe.numerics == "trtllm_gen"
+    x = dequantize_act(trace.x.q, trace.x.sf, act_format(spec.traits), trace.x.token_scale)
+    if layer.parameters.x_gsf is not None:
+        x = x / layer.parameters.x_gsf
     _require(x == layer.x.float(), layer.x, "x must survive its quantization")
-    group_amax = x.unflatten(-1, (-1, spec.traits.act_group)).abs().amax(-1)
+    group_amax = x.unflatten(-1, (-1, spec.traits.act_group or spec.hidden)).abs().amax(-1)
     _require(group_amax > 0, group_amax, "every scale group of x must have a nonzero element")
-    for name, x_rows, stages, w13, w2 in _mlps(layer, trace, x):
+    for name, x_rows, stages, expert in _mlps(layer, trace, x):
         gate = stages.h[:, : stages.h.shape[1] // 2]
+        if trtllm_gen and expert.gate_scale is not None:
+            gate = gate * expert.gate_scale
         _require((gate == 0) | (gate >= MIN_GATE), gate, f"{name}: a gate must be 0 or >= {MIN_GATE}")
         row_amax = stages.act.abs().amax(-1)
         _require(row_amax > 0, row_amax, f"{name}: every row must have a nonzero activated value")
         fmt = mid_format(spec.traits)
         if fmt.scale == "fp32":
             _require_one_magnitude(stages.act, fmt.cols, name)
+        w13 = torch.cat([expert.gate.dequantize(), expert.up.dequantize()])
         _require_bits(x_rows, w13, SUM_BITS, f"{name}: GEMM 1")
-        _require_bits(dequantize_act(stages.act_q, stages.act_sf, fmt), w2, SUM_BITS, f"{name}: GEMM 2")
-    rows = trace.rows.float().nan_to_num(0.0)
+        act = dequantize_act(stages.act_q, stages.act_sf, fmt)
+        _require_bits(act, expert.down.dequantize(), SUM_BITS, f"{name}: GEMM 2")
+    rows = trace.rows.float()
+    if trtllm_gen:
+        rows = trace.weights[..., None] * rows
+    rows = rows.nan_to_num(0.0)
     bits = rows.abs().sum(1) / _unit(rows, dim=1)
     _require(bits <= 2.0**COMBINE_BITS, bits, f"the combine must stay within {COMBINE_BITS} bits of its unit")
 
 
-def _columns(spec: LayerSpec, generator: torch.Generator) -> _Columns:
+def _weight_formats(spec: LayerSpec) -> list[BlockFormat]:
+    """Of the routed experts and, where there are any, of the shared ones."""
+    formats = [weight_format(spec.traits)]
+    if spec.num_shared_experts:
+        formats.append(shared_weight_format(spec.recipe, DTYPES[str(spec.shared_weight)]))
+    return formats
+
+
+def _columns(spec: LayerSpec, group: int, generator: torch.Generator) -> _Columns:
     device, hidden = generator.device, spec.hidden
     order = torch.rand(hidden // 16, 16, generator=generator, device=device).argsort(-1)
     kind = torch.tensor(_CLASS_OF_16, device=device)[order].flatten()
-    exponent = torch.randint(0, 3, (hidden // spec.traits.act_group,), generator=generator, device=device)
-    return _Columns(kind, _signs(generator, hidden), exponent)
+    exponent = torch.randint(0, 3, (hidden // group,), generator=generator, device=device)
+    return _Columns(kind, _signs(generator, hidden), exponent, group)
 
 
 def _inputs(
     spec: LayerSpec, tokens: int, columns: _Columns, generator: torch.Generator
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """x, topk_ids and topk_weights: distinct experts per token, weights 1, ½ or ¼."""
-    device = generator.device
-    size = _MAGNITUDES[str(spec.traits.act_scale_format)]
+    """x, topk_ids and topk_weights: distinct experts per token, weights 1, ½ or ¼; then the shared slots, weight 1."""
+    device, size = generator.device, _MAGNITUDES[spec.recipe.act_scale]
     on = torch.randint(0, _GATE_CLASSES, (tokens, 1), generator=generator, device=device)
     gates = size.gate * (on == torch.arange(_GATE_CLASSES, device=device))
     ups = size.up * _signs(generator, tokens, _UP_CLASSES)
     by_class = torch.cat([gates, ups], dim=1)
     exponent = torch.randint(0, 2, (tokens, 1), generator=generator, device=device)
-    exponent = exponent + columns.exponent.repeat_interleave(spec.traits.act_group)
+    exponent = exponent + columns.exponent.repeat_interleave(columns.group)
     x = by_class[:, columns.kind] * columns.sign * torch.exp2(exponent.float())
-    ids = torch.rand(tokens, spec.num_experts, generator=generator, device=device).topk(spec.top_k).indices
+    routed = spec.top_k - spec.shared_slots
+    ids = torch.rand(tokens, spec.num_experts, generator=generator, device=device).topk(routed).indices
     halvings = torch.randint(0, 3, ids.shape, generator=generator, device=device)
-    return x.bfloat16(), ids.int(), torch.exp2(-halvings.float())
+    shared = spec.num_experts + torch.arange(spec.shared_slots, device=device).expand(tokens, -1)
+    weights = torch.cat([torch.exp2(-halvings.float()), torch.ones(shared.shape, device=device)], dim=1)
+    return x.bfloat16(), torch.cat([ids, shared], dim=1).int(), weights
 
 
 def _weights(spec: LayerSpec, columns: _Columns, generator: torch.Generator) -> PlainWeights:
-    fmt = weight_format(spec.traits)
-    routed = _stack([_expert(spec, spec.intermediate, fmt, columns, generator) for _ in range(spec.num_experts)])
+    def experts(count: int, fmt: BlockFormat) -> tuple[_Matrix, _Matrix]:
+        made = [_expert(spec, spec.intermediate, fmt, columns, generator) for _ in range(count)]
+        return _stack([w13 for w13, _ in made]), _stack([w2 for _, w2 in made])
+
+    formats = _weight_formats(spec)
+    w13, w2 = experts(spec.num_experts, formats[0])
+    weights = PlainWeights(*w13, *w2)
     if not spec.num_shared_experts:
-        return PlainWeights(*routed)
-    dtype = torch.float8_e4m3fn if spec.shared_weight == "e4m3" else torch.uint8
-    fmt = shared_weight_format(spec.recipe, dtype)
-    return PlainWeights(*routed, *_expert(spec, spec.shared_intermediate, fmt, columns, generator))
+        return weights
+    if spec.shared_slots:
+        w13, w2 = experts(spec.shared_slots, formats[1])
+    else:
+        w13, w2 = _expert(spec, spec.shared_intermediate, formats[1], columns, generator)
+    return replace(weights, shared_w13=w13[0], shared_w13_scale=w13[1], shared_w2=w2[0], shared_w2_scale=w2[1])
 
 
 def _expert(
     spec: LayerSpec, width: int, fmt: BlockFormat, columns: _Columns, generator: torch.Generator
-) -> tuple[torch.Tensor, ...]:
-    """w13 [2 · width, H], w2 [H, width] and their scales, in the order of `PlainWeights`."""
-    size = _MAGNITUDES[str(spec.traits.act_scale_format)]
+) -> tuple[_Matrix, _Matrix]:
+    """w13 [2 · width, H] and w2 [H, width]."""
+    size, mid = _MAGNITUDES[spec.recipe.act_scale], mid_format(spec.traits)
     terms = min(_MAX_TERMS, 1 << ((spec.hidden // 16).bit_length() - 1))
     fewer = 4 - (terms.bit_length() - 1)  # exponent that keeps the sums' size at 16 terms
-    device = generator.device
+    device, cols = generator.device, fmt.cols or _UNSCALED_GROUP
+    # Rows of one exponent: their activated values share an fp32 scale, which holds one magnitude.
+    equal_rows = max(fmt.rows, mid.cols if mid.scale == "fp32" else 1)
 
     def scale_exponents(rows: int, lowest: int) -> torch.Tensor:
-        by_row = torch.randint(0, 2, (-(-rows // fmt.rows), 1), generator=generator, device=device)
-        return by_row + lowest + fewer - columns.exponent
+        by_row = torch.randint(0, 2, (-(-rows // equal_rows), 1), generator=generator, device=device)
+        by_row = by_row.repeat_interleave(equal_rows // fmt.rows, dim=0)[: -(-rows // fmt.rows)]
+        return by_row + lowest + fewer - columns.exponent.repeat_interleave(columns.group // cols)
 
     gate_class = torch.randint(0, _GATE_CLASSES, (width,), generator=generator, device=device)
     gate = torch.zeros(width, spec.hidden, dtype=torch.int8, device=device)
@@ -195,19 +247,20 @@ def _expert(
     for first_or_second in torch.tensor(_UP_PAIRS, device=device)[pair].T:
         _put_terms(up, first_or_second, columns, terms, generator)
     up *= _signs(generator, width, 1).to(torch.int8)
-    w13, w13_scale = zip(
-        _encode(gate, scale_exponents(width, size.gate_weight), fmt),
-        _encode(up, scale_exponents(width, size.up_weight), fmt),
+    w13 = _cat(
+        [
+            _encode(gate, scale_exponents(width, size.gate_weight), fmt),
+            _encode(up, scale_exponents(width, size.up_weight), fmt),
+        ]
     )
 
     terms = min(_MAX_TERMS, width // 2)
     down = torch.zeros(spec.hidden, width, dtype=torch.int8, device=device)
     _scatter(down, torch.arange(width, device=device), terms, generator)
     down *= _signs(generator, spec.hidden, width).to(torch.int8)
-    sf_shape = (-(-spec.hidden // fmt.rows), -(-width // fmt.cols))
+    sf_shape = (-(-spec.hidden // fmt.rows), -(-width // cols))
     exponents = torch.randint(-4, -2, sf_shape, generator=generator, device=device)
-    w13_bytes = torch.cat([half.view(torch.uint8) for half in w13]).view(w13[0].dtype)
-    return (w13_bytes, torch.cat(w13_scale), *_encode(down, exponents, fmt))
+    return w13, _encode(down, exponents, fmt)
 
 
 def _put_terms(
@@ -229,8 +282,11 @@ def _scatter(w: torch.Tensor, columns: torch.Tensor, terms: int, generator: torc
     w.scatter_(1, order[(start + torch.arange(terms, device=w.device)) % len(columns)], 1)
 
 
-def _encode(signs: torch.Tensor, exponents: torch.Tensor, fmt: BlockFormat) -> tuple[torch.Tensor, torch.Tensor]:
+def _encode(signs: torch.Tensor, exponents: torch.Tensor, fmt: BlockFormat) -> _Matrix:
     """int8 signs [N, K] and scale exponents to elements and scales of `fmt`."""
+    if fmt.element == "bf16":
+        powers = torch.exp2(exponents.float()).repeat_interleave(_UNSCALED_GROUP, dim=1)
+        return (signs * powers[:, : signs.shape[1]]).bfloat16(), None
     values = torch.tensor([-1.0, 0.0, 1.0], device=signs.device)
     at = signs.long() + 1
     if fmt.element == "e2m1":
@@ -243,35 +299,29 @@ def _encode(signs: torch.Tensor, exponents: torch.Tensor, fmt: BlockFormat) -> t
     return elements, formats.encode_ue4m3(scales) if fmt.scale == "ue4m3" else scales
 
 
-def _stack(experts: list[tuple[torch.Tensor, ...]]) -> list[torch.Tensor]:
-    return [torch.stack([part.view(torch.uint8) for part in parts]).view(parts[0].dtype) for parts in zip(*experts)]
+def _stack(matrices: list[_Matrix]) -> _Matrix:
+    return _cat([(elements[None], None if sf is None else sf[None]) for elements, sf in matrices])
+
+
+def _cat(matrices: list[_Matrix]) -> _Matrix:
+    elements = torch.cat([part.view(torch.uint8) for part, _ in matrices]).view(matrices[0][0].dtype)
+    scales = [sf for _, sf in matrices if sf is not None]
+    return elements, torch.cat(scales) if scales else None
 
 
 def _signs(generator: torch.Generator, *shape: int) -> torch.Tensor:
     return 2 * torch.randint(0, 2, shape, generator=generator, device=generator.device) - 1
 
 
-def _mlps(
-    layer: Layer, trace: LayerTrace, x: torch.Tensor
-) -> Iterator[tuple[str, torch.Tensor, Stages, torch.Tensor, torch.Tensor]]:
-    """Name, rows of x, stages and dequantized w13, w2 of every expert that has a token, then of the shared ones."""
+def _mlps(layer: Layer, trace: LayerTrace, x: torch.Tensor) -> Iterator[tuple[str, torch.Tensor, Stages, Expert]]:
+    """Name, rows of x and stages of every expert that has a token, then of the dense shared ones."""
     spec, weights = layer.spec, layer.weights
     assert trace.routed is not None  # asked for above
-    fmt = weight_format(spec.traits)
-    for expert, slots in slots_by_expert(trace.ids, trace.valid):
-        w13 = _dequantize_halves(weights.w13[expert], weights.w13_scale[expert], fmt)
-        w2 = dequantize_weight(weights.w2[expert], weights.w2_scale[expert], fmt)
-        yield f"expert {expert}", x[slots // spec.top_k], trace.routed.take(slots), w13, w2
+    for index, slots in slots_by_expert(trace.ids, trace.valid):
+        expert = slot_expert(weights, layer.parameters, spec, index)
+        yield f"expert {index}", x[slots // spec.top_k], trace.routed.take(slots), expert
     if trace.shared is not None:
-        shared_w13, w13_scale, shared_w2, w2_scale = shared_tensors(weights)
-        fmt = shared_weight_format(spec.recipe, shared_w13.dtype)
-        w13 = _dequantize_halves(shared_w13, w13_scale, fmt)
-        yield "shared experts", x, trace.shared, w13, dequantize_weight(shared_w2, w2_scale, fmt)
-
-
-def _dequantize_halves(w13: torch.Tensor, scale: torch.Tensor, fmt: BlockFormat) -> torch.Tensor:
-    """No block scale spans gate and up."""
-    return torch.cat([dequantize_weight(w, sf, fmt) for w, sf in zip(w13.chunk(2), scale.chunk(2))])
+        yield "shared experts", x, trace.shared, dense_shared_expert(weights, spec)
 
 
 def _require_bits(a: torch.Tensor, b: torch.Tensor, bits: int, name: str) -> None:

@@ -3,7 +3,7 @@
 As shipped, the interpreter truncates fp32 → BF16 (the GPU rounds to nearest even), rounds fp32 → FP8 half up,
 overflows FP8 into other values' codes, decodes the NaN of E4M3 as ±480, sends BF16 operands of
 `tl.dot_scaled` through FP16, reads UE4M3 scales as UE8M0, and multiplies the raw bits of BF16 operands of
-`tl.dot`. `install` replaces the three private functions behind these and the interpreter's `create_dot`:
+`tl.dot`. `install` replaces the private functions behind these:
 
 ===============================  =============================================================================
 `_convert_float`                 between fp32, BF16, FP16, E4M3 and E5M2: round to nearest even like
@@ -11,6 +11,8 @@ overflows FP8 into other values' codes, decodes the NaN of E4M3 as ±480, sends 
 `_dot_scaled_scale_to_f32`       UE4M3 scales (operands of type `tl.float8e4nv`) are decoded as E4M3
 `_mxfp_value_handle_to_float32`  operands of `tl.dot_scaled` are decoded straight to fp32
 `InterpreterBuilder.create_dot`  BF16 operands of `tl.dot` are widened to fp32 first
+`_patch_lang`                    not again within a launch: stock repeats it at every call of a device function,
+                                 which takes a fifth of a kernel's time
 ===============================  =============================================================================
 
 Products of these formats are exact in fp32; sums are fp32 in NumPy's order. Still wrong, and silently so:
@@ -45,6 +47,7 @@ _PATCHED = {
     "_convert_float": ("input", "input_dtype", "output_dtype", "rounding_mode"),
     "_dot_scaled_scale_to_f32": ("scale_handle", "compute_type"),
     "_mxfp_value_handle_to_float32": ("value_handle",),
+    "_patch_lang": ("fn",),
     "InterpreterBuilder.create_dot": ("self", "a", "b", "d", "input_precision", "max_num_imprecise_acc"),
 }
 _MARK = "megamoe_exact_conversions"
@@ -63,6 +66,7 @@ def install() -> None:
     stock_scale = stock._dot_scaled_scale_to_f32
     stock_operand = stock._mxfp_value_handle_to_float32
     stock_dot = stock.InterpreterBuilder.create_dot
+    stock_patch_lang = stock._patch_lang
 
     def convert_float(input: np.ndarray, input_dtype: Any, output_dtype: Any, rounding_mode: Any) -> np.ndarray:
         known = input_dtype.name in _TORCH_DTYPES and output_dtype.name in _TORCH_DTYPES
@@ -90,6 +94,14 @@ def install() -> None:
 
         return stock_dot(self, widened(a), widened(b), d, input_precision, max_num_imprecise_acc)
 
+    def patch_lang(fn: Any) -> Any:
+        tl = stock.tl
+        langs = [value for value in fn.__globals__.values() if value is tl or value is tl.core]
+        if langs and not any(tl.core.is_builtin(lang.arange) for lang in langs):
+            return stock._LangPatchScope()  # nothing to undo: whoever patched restores
+        return stock_patch_lang(fn)
+
+    stock._patch_lang = patch_lang
     stock._convert_float = convert_float
     stock._dot_scaled_scale_to_f32 = scale_to_f32
     stock._mxfp_value_handle_to_float32 = operand_to_f32

@@ -24,9 +24,27 @@ def device() -> str:
     return "cuda" if HAS_GPU else "cpu"
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+EVERY_PATH = os.environ.get("MEGAMOE_EVERY_PATH") == "1"
+
+
+def _is_of_another_path(item: pytest.Item) -> bool:
+    """Whether a test takes a dispatch path that another one stands for."""
+    from megamoe.oracle.dispatch_paths import PATHS, REPRESENTATIVE
+
+    values = item.callspec.params.values() if hasattr(item, "callspec") else ()
+    names = {name for name, path in PATHS.items() for value in values if value is path}
+    names |= {value for value in values if isinstance(value, str) and value in PATHS}
+    return bool(names) and not names & REPRESENTATIVE
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if HAS_GPU:
         return
+    if not EVERY_PATH:  # all of them take an hour of the interpreter, and two minutes of a GPU
+        others = [i for i in items if _is_of_another_path(i) and not i.get_closest_marker("every_path")]
+        config.hook.pytest_deselected(items=others)
+        deselected = set(others)
+        items[:] = [item for item in items if item not in deselected]
     skip = pytest.mark.skip(reason="needs a CUDA GPU (torch.cuda.is_available() is False)")
     for item in items:
         if "gpu" in item.keywords:

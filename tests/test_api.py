@@ -6,52 +6,75 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 import megamoe
 from megamoe import debug
 from megamoe.oracle.metrics import LIMITS, assert_bytes_equal, check, compare
+from megamoe.oracle.public_arguments import call_arguments, layer_arguments, weight_arguments
 from megamoe.oracle.random_layers import Layer, random_layer
 from megamoe.oracle.reference import moe_layer
-from megamoe.recipe import SERVED, Recipe
+from megamoe.recipe import ALL_RECIPES, Recipe
+from megamoe.validation import size_multiples
 
-RECIPES = {recipe.mma_type: recipe for recipe in SERVED}
 T, H, E, K = 9, 128, 3, 2
 BACKENDS = ("triton", "reference")
+ROUTED = ("w13", "w13_scale", "w2", "w2_scale")
+DEEP_GEMM = Recipe("fp8xfp4", "mx32", "deep_gemm_sm100")
+TRTLLM = Recipe("fp8xfp4", "mx32", "trtllm_gen")
+SM90 = Recipe("fp8xfp8", "block128", "deep_gemm_sm90")
+NVFP4 = Recipe("nvfp4xnvfp4", "nv16_token", "deep_gemm_sm100")
+MXF4 = Recipe("mxf4xmxf4", "mx32", "deep_gemm_sm100")
+EXPERT_PARALLEL = [
+    {"num_experts": 8, "local_experts": E, "local_expert_offset": 2},
+    {"num_experts": 8, "local_experts": E, "expert_map": True},
+]
 
 
-def _layer(mma_type: str, device: str, *, shared: int = 1, **options: object) -> Layer:
+def _layer(recipe: Recipe, device: str, *, shared: int = 1, **options: object) -> Layer:
+    """Top-2, and under `trtllm_gen` one slot more for each shared expert."""
     arguments = {
         "tokens": T,
         "hidden": H,
-        "intermediate": H if mma_type == "fp8xfp8" else 64,
+        "intermediate": math.lcm(64, size_multiples(recipe)[1]),
         "num_experts": E,
-        "top_k": K,
+        "top_k": K + (shared if recipe.numerics == "trtllm_gen" else 0),
         **options,
     }
-    return random_layer(RECIPES[mma_type], num_shared_experts=shared, seed=7, device=device, **arguments)  # type: ignore[arg-type]
-
-
-def _recipe_arguments(recipe: Recipe) -> dict[str, str]:
-    return {"mma_type": recipe.mma_type, "act_scale": recipe.act_scale, "numerics": recipe.numerics}
+    return random_layer(recipe, num_shared_experts=shared, device=device, **{"seed": 7, **arguments})  # type: ignore[arg-type]
 
 
 def _call(layer: Layer, backend: str = "triton", **options: object) -> torch.Tensor:
     """`mega_moe` on a layer, into a poisoned output unless `options` brings one."""
-    arguments = {"output": torch.full_like(layer.x, torch.nan), **options}
-    return megamoe.mega_moe(
-        layer.x, layer.topk_ids, layer.topk_weights, **vars(layer.weights),
-        **_recipe_arguments(layer.spec.recipe), moe_backend=backend, **arguments,
-    )  # type: ignore[arg-type]  # fmt: skip
+    output = {"output": torch.full_like(layer.x, torch.nan)}
+    return megamoe.mega_moe(**{**call_arguments(layer), **output, "moe_backend": backend, **options})
 
 
-def _prepared(layer: Layer) -> megamoe.MoEWeights:
-    return megamoe.prepare_weights(**vars(layer.weights), **_recipe_arguments(layer.spec.recipe))
+def _prepared(layer: Layer, **options: bool) -> megamoe.MoEWeights:
+    return megamoe.prepare_weights(**weight_arguments(layer), **options)
 
 
-def _reference(layer: Layer, **options: object) -> torch.Tensor:
+def _moe(layer: Layer, max_tokens: int = T, backend: str = "triton", **options: object) -> megamoe.MegaMoE:
+    arguments = {**layer_arguments(layer), "moe_backend": backend, **options}
+    return megamoe.MegaMoE(_prepared(layer), max_tokens, layer.spec.top_k, **arguments)
+
+
+def _run(moe: megamoe.MegaMoE, layer: Layer, tokens: int = T) -> torch.Tensor:
+    return moe(layer.x[:tokens], layer.topk_ids[:tokens], layer.topk_weights[:tokens])
+
+
+def _reference(layer: Layer) -> torch.Tensor:
     return moe_layer(
-        layer.x, layer.topk_ids, layer.topk_weights, layer.weights, layer.spec, full_trace=False, **options
-    ).y  # type: ignore[arg-type]
+        layer.x, layer.topk_ids, layer.topk_weights, layer.weights, layer.spec, parameters=layer.parameters,
+        full_trace=False,
+    ).y  # fmt: skip
+
+
+def _agrees(result: torch.Tensor, layer: Layer) -> None:
+    problem = check(compare(result, _reference(layer)), LIMITS[layer.spec.recipe])
+    assert problem is None, problem
 
 
 def test_the_signature_is_the_contract() -> None:
@@ -76,54 +99,80 @@ def test_the_signature_is_the_contract() -> None:
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("mma_type", RECIPES)
-def test_one_call_and_a_prepared_layer_are_the_reference(mma_type: str, device: str) -> None:
-    """Also: a prepared layer with room for more tokens, called twice, gives the bytes of the single call."""
-    layer = _layer(mma_type, device, activation_clamp=1.5)
-    result = _call(layer, activation_clamp=1.5)
-    problem = check(compare(result, _reference(layer)), LIMITS[layer.spec.recipe])
-    assert problem is None, problem
+def test_a_prepared_layer_takes_every_argument_that_is_no_weight() -> None:
+    """And `prepare_weights` every one that is: together they are `mega_moe`'s."""
+    names = [set(inspect.signature(f).parameters) for f in (megamoe.mega_moe, megamoe.prepare_weights, megamoe.MegaMoE)]
+    mega_moe, prepare_weights, layer = names
+    call = {"hidden_states", "topk_ids", "topk_weights", "output"}
+    assert mega_moe - call == (prepare_weights - {"donate"}) | (layer - {"weights", "max_tokens", "top_k"})
+    assert not prepare_weights & layer
 
-    moe = megamoe.MegaMoE(_prepared(layer), 2 * T, K, activation_clamp=1.5)
+
+@pytest.mark.parametrize("recipe", ALL_RECIPES, ids=str)
+def test_one_call_and_a_prepared_layer_are_the_reference(recipe: Recipe, device: str) -> None:
+    """Also: a prepared layer with room for more tokens, called twice, gives the bytes of the single call."""
+    layer = _layer(recipe, device, activation_clamp=1.5)
+    result = _call(layer)
+    _agrees(result, layer)
+
+    moe = _moe(layer, 2 * T)
     assert moe.backend == "triton"
     workspace = moe.workspace_bytes
     assert workspace > 2 * T * H // 2, "at least the quantized tokens"
     for _ in range(2):
-        assert_bytes_equal(moe(layer.x, layer.topk_ids, layer.topk_weights), result, "MegaMoE")
-    head = moe(layer.x[:4], layer.topk_ids[:4], layer.topk_weights[:4])
-    assert_bytes_equal(head, result[:4], "the first tokens alone")
+        assert_bytes_equal(_run(moe, layer), result, "MegaMoE")
+    assert_bytes_equal(_run(moe, layer, 4), result[:4], "the first tokens alone")
     assert moe.workspace_bytes == workspace
 
 
-@pytest.mark.parametrize("mma_type", RECIPES)
-def test_a_prepared_layer_on_the_reference_backend(mma_type: str, device: str) -> None:
+@pytest.mark.parametrize("recipe", ALL_RECIPES, ids=str)
+def test_every_option_at_once_is_the_reference(recipe: Recipe, device: str) -> None:
+    """Biases, global scales, per-expert numbers, interleaved rows, an expert map, factors: no argument is dropped."""
+    is_trtllm = recipe.numerics == "trtllm_gen"
+    layer = _layer(
+        recipe, device, shared=2, tokens=5, num_experts=6, local_experts=E, expert_map=True, bias=True,
+        global_scales=recipe.mma_type == "nvfp4xnvfp4", w13_layout="interleaved", activation="swigluoai",
+        activation_alpha=1.3, activation_beta=0.7, activation_clamp=1.25, expert_scales=True, routed_scaling_factor=2.5,
+        per_expert=("clamp", "alpha", "beta") if is_trtllm else (), masked=0.2,
+    )  # fmt: skip
+    result = _call(layer)
+    _agrees(result, layer)
+    assert_bytes_equal(_run(_moe(layer), layer, 5), result, "MegaMoE")
+    for name in call_arguments(layer).keys() & {"expert_scales", "w13_bias", "w2_bias", "l1_alphas", "l2_act_scales"}:
+        if call_arguments(layer)[name] is not None:
+            assert not torch.equal(_call(layer, "reference", **{name: None}), _call(layer, "reference")), name
+
+
+@pytest.mark.parametrize("recipe", ALL_RECIPES, ids=str)
+def test_a_prepared_layer_on_the_reference_backend(recipe: Recipe, device: str) -> None:
     """The prepared byte order holds everything the plain weights held."""
-    layer = _layer(mma_type, device)
-    moe = megamoe.MegaMoE(_prepared(layer), T, K, moe_backend="reference")
-    assert_bytes_equal(moe(layer.x, layer.topk_ids, layer.topk_weights), _reference(layer), "output")
-    plain = sum(t.numel() * t.element_size() for t in vars(layer.weights).values() if t is not None)
+    layer = _layer(recipe, device, bias=True)
+    moe = _moe(layer, backend="reference")
+    assert_bytes_equal(_run(moe, layer), _reference(layer), "output")
+    plain = sum(t.numel() * t.element_size() for t in vars(layer.weights).values() if isinstance(t, torch.Tensor))
     assert moe.weight_bytes == plain
     assert moe.workspace_bytes == 0
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("mma_type", RECIPES)
-def test_routed_scaling_factor_leaves_shared_experts_at_one(mma_type: str, backend: str, device: str) -> None:
-    layer = _layer(mma_type, device)
-    doubled = replace(layer, topk_weights=2 * layer.topk_weights)
+@pytest.mark.parametrize("recipe", [DEEP_GEMM, SM90, TRTLLM], ids=str)
+def test_routed_scaling_factor_leaves_shared_experts_at_one(recipe: Recipe, backend: str, device: str) -> None:
+    layer = _layer(recipe, device, tokens=4)
+    shared = layer.topk_ids >= E
+    doubled = replace(layer, topk_weights=torch.where(shared, 1, 2) * layer.topk_weights)
     scaled = _call(layer, backend, routed_scaling_factor=2.0)
     assert_bytes_equal(scaled, _call(doubled, backend), "factor 2 and weights × 2")
-    skipped = replace(layer, topk_ids=torch.full_like(layer.topk_ids, -1))
-    assert_bytes_equal(
-        _call(skipped, backend, routed_scaling_factor=2.5), _call(skipped, backend), "shared experts alone"
-    )
+    skipped = replace(layer, topk_ids=torch.where(shared, layer.topk_ids, -1))
+    alone = _call(skipped, backend)
+    assert alone.float().std() > 1e-3
+    assert_bytes_equal(_call(skipped, backend, routed_scaling_factor=2.5), alone, "shared experts alone")
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("mma_type", ["fp8xfp4", "fp8xfp8"])
-def test_expert_scales_multiply_the_top_k_weights(mma_type: str, backend: str, device: str) -> None:
+@pytest.mark.parametrize("recipe", [DEEP_GEMM, SM90], ids=str)
+def test_expert_scales_multiply_the_top_k_weights(recipe: Recipe, backend: str, device: str) -> None:
     """By the expert's id; with the factor after them; ids beyond E read nothing."""
-    layer = _layer(mma_type, device, shared=0)
+    layer = _layer(recipe, device, shared=0)
     ids = layer.topk_ids.clone()
     ids[0, 0] = E + 1_000_000
     layer = replace(layer, topk_ids=ids)
@@ -138,6 +187,39 @@ def test_expert_scales_multiply_the_top_k_weights(mma_type: str, backend: str, d
     )  # fmt: skip
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("options", EXPERT_PARALLEL, ids=["offset", "map"])
+@pytest.mark.parametrize("recipe", [DEEP_GEMM, TRTLLM], ids=str)
+def test_a_rank_computes_its_own_experts(recipe: Recipe, options: dict, backend: str, device: str) -> None:
+    """Its result is that of a layer whose ids were made local by hand; expert_scales stay indexed by global id."""
+    layer = _layer(recipe, device, expert_scales=True, **options)
+    ids, local_ids = layer.topk_ids, torch.full_like(layer.topk_ids, -1)
+    expert_map, scales = layer.parameters.expert_map, layer.parameters.expert_scales
+    placed = torch.arange(8) - 2 if expert_map is None else expert_map
+    for expert, local in enumerate(placed.tolist()):
+        if 0 <= local < E:
+            local_ids[ids == expert] = local
+    local_ids[ids == 8] = E  # the shared slot
+    assert (local_ids >= 0).any()
+    assert (local_ids < 0).any()
+    routed = ids < 8
+    weights = torch.where(routed, layer.topk_weights * scales[torch.where(routed, ids, 0).long()], layer.topk_weights)  # type: ignore[index]
+    by_hand = replace(layer, topk_ids=local_ids, topk_weights=weights)
+    here = {"num_experts": None, "local_expert_offset": 0, "expert_map": None, "expert_scales": None}
+    assert_bytes_equal(_call(layer, backend, check_ids=True), _call(by_hand, backend, **here), "output")
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_ranks_add_up_to_the_whole_layer(backend: str, device: str) -> None:
+    """With one slot per token, each token is some rank's alone: the sum of the ranks' outputs is exact."""
+    whole = _layer(DEEP_GEMM, device, shared=0, num_experts=6, top_k=1)
+    total = torch.zeros_like(whole.x)
+    for start in (0, 2, 4):
+        mine = {name: getattr(whole.weights, name)[start : start + 2] for name in ROUTED}
+        total += _call(whole, backend, **mine, local_expert_offset=start, num_experts=6)
+    assert_bytes_equal(total, _call(whole, backend), "sum over ranks")
+
+
 @dataclass(frozen=True)
 class Clamp:
     """Clamps that must give the same bytes."""
@@ -148,25 +230,25 @@ class Clamp:
 
 @pytest.mark.parametrize("case", [Clamp(math.inf, None), Clamp(7, 7.0)], ids=str)
 def test_spellings_of_a_clamp(case: Clamp, device: str) -> None:
-    layer = _layer("fp8xfp8", device)
+    layer = _layer(SM90, device)
     assert_bytes_equal(_call(layer, activation_clamp=case.clamp), _call(layer, activation_clamp=case.same_as), "output")
 
 
-@pytest.mark.parametrize("mma_type", ["fp8xfp4", "fp8xfp8"])
-def test_a_clamp_of_zero_leaves_nothing(mma_type: str, device: str) -> None:
+@pytest.mark.parametrize("recipe", [DEEP_GEMM, SM90, TRTLLM], ids=str)
+def test_a_clamp_of_zero_leaves_nothing(recipe: Recipe, device: str) -> None:
     """up = clamp(up, 0, 0): every expert's row is zero, and the sum of zeros is +0 or −0 + 0 = +0."""
-    result = _call(_layer(mma_type, device), activation_clamp=0)
+    result = _call(_layer(recipe, device), activation_clamp=0)
     assert_bytes_equal(result, torch.zeros_like(result), "output")
 
 
 def test_labels_of_bytes_do_not_matter(device: str) -> None:
-    layer = _layer("fp8xfp4", device, shared_weight="e2m1")
+    layer = _layer(DEEP_GEMM, device, shared_weight="e2m1")
     labels = {"w13": torch.int8, "w2": torch.int8, "w13_scale": torch.float8_e8m0fnu, "shared_w2": torch.int8}
     labelled = {name: getattr(layer.weights, name).view(dtype) for name, dtype in labels.items()}
     relabelled = replace(layer, weights=replace(layer.weights, **labelled))
     assert_bytes_equal(_call(relabelled), _call(layer), "output")
 
-    layer = _layer("nvfp4xnvfp4", device)
+    layer = _layer(NVFP4, device)
     labelled = {
         name: getattr(layer.weights, name).view(torch.float8_e4m3fn)
         for name in ("w13_scale", "w2_scale", "shared_w13_scale", "shared_w2_scale")
@@ -176,7 +258,7 @@ def test_labels_of_bytes_do_not_matter(device: str) -> None:
 
 
 def test_ids_of_either_width_and_strided_rows(device: str) -> None:
-    layer = _layer("fp8xfp8", device)
+    layer = _layer(SM90, device)
     expected = _call(layer)
     assert_bytes_equal(_call(replace(layer, topk_ids=layer.topk_ids.long())), expected, "int64 ids")
     wide = torch.full((T, H + 24), torch.nan, dtype=torch.bfloat16, device=device)
@@ -184,8 +266,53 @@ def test_ids_of_either_width_and_strided_rows(device: str) -> None:
     assert_bytes_equal(_call(replace(layer, x=wide[:, :H])), expected, "strided rows")
 
 
+def test_scales_of_any_strides_and_experts_that_share_memory(device: str) -> None:
+    """A checkpoint may hold scales transposed; a bench may expand one expert to many."""
+    layer = _layer(DEEP_GEMM, device, shared=0)
+    transposed = replace(layer.weights, w13_scale=layer.weights.w13_scale.mT.contiguous().mT)
+    assert not transposed.w13_scale.is_contiguous()
+    expected = _call(layer)
+    assert_bytes_equal(_call(replace(layer, weights=transposed)), expected, "a transposed view of the scales")
+
+    one = {name: getattr(layer.weights, name)[:1] for name in ROUTED}
+    expanded = replace(layer, weights=replace(layer.weights, **{n: t.expand(E, -1, -1) for n, t in one.items()}))
+    repeated = replace(layer, weights=replace(layer.weights, **{n: t.repeat(E, 1, 1) for n, t in one.items()}))
+    assert_bytes_equal(_call(expanded), _call(repeated), "expanded weights")
+    layer = _layer(TRTLLM, device, shared=0)
+    one = {name: getattr(layer.weights, name)[1:2] for name in ROUTED}
+    expanded = replace(layer, weights=replace(layer.weights, **{n: t.expand(E, -1, -1) for n, t in one.items()}))
+    repeated = replace(layer, weights=replace(layer.weights, **{n: t.repeat(E, 1, 1) for n, t in one.items()}))
+    assert_bytes_equal(_run(_moe(expanded), layer), _call(repeated), "expanded weights")
+    assert _moe(expanded).weight_bytes < _moe(repeated).weight_bytes, "nothing was expanded in memory"
+
+
+def test_biases_may_be_bfloat16(device: str) -> None:
+    layer = _layer(DEEP_GEMM, device, bias=True)
+    w = layer.weights
+    rounded = {name: getattr(w, name).bfloat16() for name in ("w13_bias", "w2_bias")}
+    widened = {name: bias.float() for name, bias in rounded.items()}
+    assert_bytes_equal(_call(layer, **rounded), _call(layer, **widened), "output")
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_output_may_be_a_slice_of_something_larger(backend: str, device: str) -> None:
+    layer = _layer(DEEP_GEMM, device)
+    buffer = torch.full((T + 4, H + 40), torch.nan, dtype=torch.bfloat16, device=device)
+    untouched = buffer.clone()
+    output = buffer[2 : 2 + T, 16 : 16 + H]
+    assert _call(layer, backend, output=output) is output
+    expected = _call(layer, backend)
+    assert_bytes_equal(output.contiguous(), expected, "the slice")
+    buffer[2 : 2 + T, 16 : 16 + H] = torch.nan
+    assert_bytes_equal(buffer, untouched, "around the slice")
+    every_other = torch.full((2 * T, H), torch.nan, dtype=torch.bfloat16, device=device)
+    _run_into = _moe(layer, backend=backend)(layer.x, layer.topk_ids, layer.topk_weights, every_other[::2])
+    assert_bytes_equal(_run_into.contiguous(), expected, "every other row")
+    assert every_other[1::2].isnan().all()
+
+
 def test_output_is_the_given_tensor_and_may_be_the_input(device: str) -> None:
-    layer = _layer("fp8xfp8", device)
+    layer = _layer(SM90, device)
     expected = _call(layer)
     x = layer.x.clone()
     assert _call(replace(layer, x=x), output=x) is x
@@ -195,61 +322,152 @@ def test_output_is_the_given_tensor_and_may_be_the_input(device: str) -> None:
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_no_tokens(backend: str, device: str) -> None:
-    layer = _layer("fp8xfp4", device)
+    layer = _layer(DEEP_GEMM, device)
     empty = replace(layer, x=layer.x[:0], topk_ids=layer.topk_ids[:0], topk_weights=layer.topk_weights[:0])
     assert _call(empty, backend, check_ids=True).shape == (0, H)
-    moe = megamoe.MegaMoE(_prepared(layer), T, K, moe_backend=backend)
+    moe = _moe(layer, backend=backend)
     assert moe(empty.x, empty.topk_ids, empty.topk_weights).shape == (0, H)
 
 
-def test_warmup_leaves_no_trace(device: str) -> None:
-    layer = _layer("fp8xfp8", device)
-    moe = megamoe.MegaMoE(_prepared(layer), T, K)
+@pytest.mark.parametrize("recipe", [SM90, TRTLLM], ids=str)
+def test_warmup_leaves_no_trace(recipe: Recipe, device: str) -> None:
+    layer = _layer(recipe, device)
+    moe = _moe(layer)
     moe.warmup([1, T])
-    assert_bytes_equal(moe(layer.x, layer.topk_ids, layer.topk_weights), _call(layer), "output after warm-up")
+    assert moe.skipped_ids == 0
+    assert_bytes_equal(_run(moe, layer), _call(layer), "output after warm-up")
 
 
-@pytest.mark.parametrize("missing", ["bf16xbf16", "bf16xfp4", "mxfp8xmxfp8"])
-def test_preparing_a_recipe_without_kernels(missing: str) -> None:
-    with pytest.raises(megamoe.UnsupportedError, match=f"^recipe {missing}/.* is legal but not built yet"):
-        megamoe.prepare_weights(torch.ones(1), torch.ones(1), torch.ones(1), torch.ones(1), mma_type=missing)
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("options", [{}, *EXPERT_PARALLEL], ids=["all", "offset", "map"])
+def test_ids_of_no_expert_are_counted(options: dict, backend: str, device: str) -> None:
+    layer = _layer(TRTLLM, device, **options)
+    moe = _moe(layer, backend=backend)
+    assert moe.skipped_ids == 0, "before any call"
+    _run(moe, layer)
+    assert moe.skipped_ids == 0
+    ids = layer.topk_ids.clone()
+    total = layer.spec.num_experts
+    ids[0, :3] = torch.tensor([-1, -2, total + 1])  # total is the shared slot
+    ids[4, 0] = 2**31 - 1
+    moe(layer.x, ids, layer.topk_weights)
+    assert moe.skipped_ids == 3
+    if options.get("expert_map"):
+        layer.parameters.expert_map[ids[5, 0]] = E  # type: ignore[index]
+        moe(layer.x, ids, layer.topk_weights)
+        assert moe.skipped_ids == 3 + int((ids == ids[5, 0]).sum())
+
+
+def test_two_layers_share_nothing_but_their_weights(device: str) -> None:
+    layer = _layer(DEEP_GEMM, device)
+    weights = _prepared(layer)
+    first, second = (megamoe.MegaMoE(weights, T, K) for _ in range(2))
+    mine, its = (moe._layer._workspace.tensors() for moe in (first, second))  # type: ignore[attr-defined]
+    assert {t.data_ptr() for t in mine.values()}.isdisjoint(t.data_ptr() for t in its.values())
+    result = _run(first, layer)
+    for tensor in its.values():
+        tensor.view(torch.uint8).fill_(0xFF)
+    assert_bytes_equal(_run(first, layer), result, "with the other's workspace poisoned")
+
+
+@pytest.mark.parametrize("recipe", ALL_RECIPES, ids=str)
+@pytest.mark.parametrize("w13_layout", ["gate_up", "interleaved"])
+def test_donated_weights_are_reordered_where_they_are(recipe: Recipe, w13_layout: str, device: str) -> None:
+    """Within one expert of a single copy; the result does not change. H and I need no padding of their scales."""
+    layer = _layer(recipe, device, num_experts=8, w13_layout=w13_layout, tokens=3, intermediate=128)
+    expected = _reference(layer)
+    kept = {name: getattr(layer.weights, name).data_ptr() for name in ("w13", "w2", "shared_w13", "shared_w2")}
+    with _PeakMemory() as peak:
+        weights = _prepared(layer, donate=True)
+    held = [weights.routed.w13, weights.routed.w2, weights.shared.w13, weights.shared.w2]  # type: ignore[union-attr]
+    assert {tensor.data_ptr() for tensor in held} == set(kept.values())
+    one_expert = layer.weights.w13[0].nbytes
+    dense = 0 if layer.spec.shared_slots else layer.weights.shared_w13.nbytes  # type: ignore[union-attr]
+    one_expert += layer.weights.w2[0].nbytes
+    assert peak.bytes <= max(one_expert, dense), f"{peak.bytes} bytes, one expert has {one_expert}"
+    moe = megamoe.MegaMoE(weights, T, layer.spec.top_k, **layer_arguments(layer), moe_backend="reference")
+    assert_bytes_equal(_run(moe, layer), expected, "output")
+
+
+class _PeakMemory(TorchDispatchMode):
+    """Most bytes held at once by tensors made while it is on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes = 0
+        self._live: dict[int, tuple[StorageWeakRef, int]] = {}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        old = {t.untyped_storage()._cdata for t in _tensors((args, kwargs))}
+        result = func(*args, **(kwargs or {}))
+        for storage in (tensor.untyped_storage() for tensor in _tensors(result)):
+            if storage._cdata not in old:
+                self._live[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
+        self._live = {key: held for key, held in self._live.items() if not held[0].expired()}
+        self.bytes = max(self.bytes, sum(size for _, size in self._live.values()))
+        return result
+
+
+def _tensors(tree: object) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
 
 
 @dataclass(frozen=True)
 class NanCase:
-    """A NaN put into `field` of the layer or of its weights, and where it must be found.
+    """A NaN put into `field` of the layer, its weights or its parameters, and where it must be found.
 
-    `chosen` is the expert of token 6's slot 1, `first` the first of `count` tokens of expert 1.
+    `chosen` is the expert of token 6's slot 1, `first` the first of `count` tokens of expert 1, `all` how many there
+    are.
     """
 
+    recipe: Recipe
     field: str
     where: tuple[int, ...]
     words: str
 
+    def __str__(self) -> str:
+        return f"{self.recipe}: {self.field}"
+
 
 NAN_CASES = [
-    NanCase("x", (6, 17), "hidden_states: token 6; 1"),
-    NanCase("topk_weights", (6, 1), "topk_weights: token 6, expert {chosen}; 1"),
-    NanCase("w13_scale", (1, 0, 0), "gate_up: token {first}, expert 1; {count}"),
-    NanCase("w2_scale", (1, 0, 0), "down: token {first}, expert 1; {count}"),
-    NanCase("shared_w13_scale", (0, 0), "shared gate_up: token 0; {all}"),
-    NanCase("shared_w2_scale", (0, 0), "shared down: token 0; {all}"),
+    NanCase(SM90, "x", (6, 17), "hidden_states: token 6; 1"),
+    NanCase(SM90, "topk_weights", (6, 1), "topk_weights: token 6, expert {chosen}; 1"),
+    NanCase(SM90, "expert_scales", (1,), "expert_scales: token {first}, expert 1; {count}"),
+    NanCase(SM90, "w13", (1, 3, 5), "w13: token {first}, expert 1; {count}"),
+    NanCase(SM90, "w13_scale", (1, 0, 0), "w13_scale: token {first}, expert 1; {count}"),
+    NanCase(SM90, "w2_scale", (1, 0, 0), "w2_scale: token {first}, expert 1; {count}"),
+    NanCase(SM90, "shared_w13_scale", (0, 0), "shared_w13_scale: token 0; {all}"),
+    NanCase(SM90, "shared_w2_scale", (0, 0), "shared_w2_scale: token 0; {all}"),
+    # An E2M1 intermediate holds no NaN: only the weights tell.
+    NanCase(MXF4, "w13_scale", (1, 2, 1), "w13_scale: token {first}, expert 1; {count}"),
+    NanCase(MXF4, "shared_w2_scale", (5, 0), "shared_w2_scale: token 0; {all}"),
+    NanCase(NVFP4, "w2_scale", (1, 2, 1), "w2_scale: token {first}, expert 1; {count}"),
+    NanCase(NVFP4, "l1_alphas", (1, 0), "l1_alphas: token {first}, expert 1; {count}"),
+    NanCase(TRTLLM, "w2_bias", (1, 0), "w2_bias: token {first}, expert 1; {count}"),
+    NanCase(TRTLLM, "clamp", (1,), "activation_clamp: token {first}, expert 1; {count}"),
+    NanCase(TRTLLM, "shared_w13_scale", (0, 3, 2), "shared_w13_scale: token 0, expert 3; {all}"),
 ]
 
 
 def _with_nan(layer: Layer, case: NanCase) -> Layer:
-    owner = layer if hasattr(layer, case.field) else layer.weights
-    tensor = getattr(owner, case.field).clone()
-    tensor[case.where] = torch.nan
-    changed = replace(owner, **{case.field: tensor})
-    return changed if isinstance(changed, Layer) else replace(layer, weights=changed)
+    """The layer with that element NaN, in the tensor's own encoding."""
+    part = next(part for part in (layer, layer.weights, layer.parameters) if hasattr(part, case.field))
+    tensor = getattr(part, case.field).clone()
+    if tensor.dtype in (torch.float8_e4m3fn, torch.uint8):
+        tensor.view(torch.uint8)[case.where] = 0xFF  # NaN in E4M3, UE8M0 and, its sign bit aside, in UE4M3
+    else:
+        tensor[case.where] = torch.nan
+    changed = replace(part, **{case.field: tensor})
+    if part is layer:
+        return changed
+    return replace(layer, **{"weights" if part is layer.weights else "parameters": changed})
 
 
 class TestDebug:
     """`MEGAMOE_DEBUG=1` and `check_ids`."""
 
     def test_an_illegal_id_is_named_by_token_and_slot(self, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-        layer = _layer("fp8xfp8", device)
+        layer = _layer(SM90, device)
         ids = layer.topk_ids.clone()
         ids[2, 1], ids[4, 0], ids[5, 0] = -1, E, -2
         wild = replace(layer, topk_ids=ids)
@@ -262,18 +480,37 @@ class TestDebug:
         with pytest.raises(ValueError, match=message):
             _call(wild, check_ids=True, output=output)
         with pytest.raises(ValueError, match=message):
-            megamoe.MegaMoE(_prepared(layer), T, K, check_ids=True)(layer.x, ids, layer.topk_weights, output)
+            _moe(layer, check_ids=True)(layer.x, ids, layer.topk_weights, output)
         monkeypatch.setenv("MEGAMOE_DEBUG", "1")
         with pytest.raises(ValueError, match=message):
             _call(wild, output=output)
         assert_bytes_equal(output, before, "output")
 
-    @pytest.mark.parametrize("backend", BACKENDS)
-    @pytest.mark.parametrize("mma_type", ["nvfp4xnvfp4", "fp8xfp8"])
+    def test_legal_ids_are_global(self, device: str) -> None:
+        """A shared slot's and another rank's are; one that the map sends nowhere is named with the map's value."""
+        layer = _layer(TRTLLM, device, **EXPERT_PARALLEL[1])
+        expected = _call(layer)
+        assert_bytes_equal(_call(layer, check_ids=True), expected, "output")
+        ids = layer.topk_ids.clone()
+        ids[3, 0] = 9
+        with pytest.raises(ValueError, match=r"topk_ids\[3, 0\] is 9 .*; allowed: -1 \(skip\) and 0..8; 1 illegal"):
+            _call(replace(layer, topk_ids=ids), check_ids=True)
+        layer.parameters.expert_map[layer.topk_ids[5, 1]] = 77  # type: ignore[index]
+        with pytest.raises(ValueError, match=r"expert_map\[\d\] is 77; allowed: -1 and 0..2; \d+ illegal ids in all"):
+            _call(layer, check_ids=True)
+
+    @pytest.mark.parametrize(
+        ("recipe", "backend"),
+        [
+            *((recipe, "reference") for recipe in ALL_RECIPES),
+            *((recipe, "triton") for recipe in (MXF4, NVFP4, SM90, TRTLLM)),
+        ],
+        ids=str,
+    )
     def test_a_sound_layer_passes_with_the_same_bytes(
-        self, mma_type: str, backend: str, device: str, monkeypatch: pytest.MonkeyPatch
+        self, recipe: Recipe, backend: str, device: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        layer = _layer(mma_type, device)
+        layer = _layer(recipe, device, bias=True, tokens=4)
         ids = layer.topk_ids.clone()
         ids[1, 0] = -1
         layer = replace(layer, topk_ids=ids)
@@ -283,17 +520,34 @@ class TestDebug:
 
     @pytest.mark.filterwarnings("ignore:All-NaN slice")  # NumPy's, in the interpreter
     @pytest.mark.parametrize("backend", BACKENDS)
-    @pytest.mark.parametrize("case", NAN_CASES, ids=lambda case: case.field)
+    @pytest.mark.parametrize("case", NAN_CASES, ids=str)
     def test_the_first_nan_is_named(
         self, case: NanCase, backend: str, device: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        layer = _layer("fp8xfp8", device)
+        options = {"bias": True, "per_expert": ("clamp",)} if case.recipe is TRTLLM else {}
+        nvfp4 = case.recipe is NVFP4
+        layer = _layer(case.recipe, device, expert_scales=case.recipe is SM90, global_scales=nvfp4, **options)
         tokens = (layer.topk_ids == 1).nonzero()[:, 0]
         words = case.words.format(chosen=int(layer.topk_ids[6, 1]), first=int(tokens.min()), count=len(tokens), all=T)
         monkeypatch.setenv("MEGAMOE_DEBUG", "1")
         with pytest.raises(FloatingPointError) as caught:
             _call(_with_nan(layer, case), backend)
         assert str(caught.value) == f"first NaN in stage {words} rows in all"
+
+    @pytest.mark.parametrize("backend", BACKENDS)
+    @pytest.mark.parametrize("options", EXPERT_PARALLEL, ids=["offset", "map"])
+    def test_experts_are_named_by_the_callers_id(
+        self, options: dict, backend: str, device: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """An overflow, which no input tells of: the first stage is GEMM 1's, the expert a global one."""
+        layer = _layer(SM90, device, shared=0, **options)
+        monkeypatch.setenv("MEGAMOE_DEBUG", "1")
+        placed = torch.arange(8) - 2 if layer.parameters.expert_map is None else layer.parameters.expert_map
+        expert = next(e for e in layer.topk_ids.flatten().tolist() if 0 <= placed[e] < E)
+        layer.weights.w13_scale[placed[expert]] = 1e38
+        words = rf"first NaN in stage gate_up: token \d, expert {expert}; \d rows"
+        with pytest.raises(FloatingPointError, match=words):
+            _call(layer, backend)
 
     @pytest.mark.parametrize("value", ["", "0"])
     def test_off(self, value: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -303,11 +557,11 @@ class TestDebug:
 
 @pytest.mark.gpu
 class TestCapture:
-    @pytest.mark.parametrize("mma_type", RECIPES)
-    def test_a_graph_replayed_with_changed_inputs(self, mma_type: str, device: str) -> None:
-        first, second = (_layer(mma_type, device), _layer(mma_type, device))
-        second = replace(second, x=first.x.flip(0), topk_ids=first.topk_ids.flip(0))
-        moe = megamoe.MegaMoE(_prepared(first), T, K)
+    @pytest.mark.parametrize("recipe", ALL_RECIPES, ids=str)
+    def test_a_graph_replayed_with_changed_inputs(self, recipe: Recipe, device: str) -> None:
+        first = _layer(recipe, device)
+        second = replace(first, x=first.x.flip(0), topk_ids=first.topk_ids.flip(0))
+        moe = _moe(first)
         moe.warmup([T])
         x, ids, weights = first.x.clone(), first.topk_ids.clone(), first.topk_weights.clone()
         output = torch.full_like(x, torch.nan)
@@ -323,7 +577,7 @@ class TestCapture:
             assert_bytes_equal(output, _call(layer), "replayed output")
 
     def test_a_warm_call_allocates_nothing(self, device: str) -> None:
-        layer = _layer("fp8xfp4", device)
+        layer = _layer(DEEP_GEMM, device)
         moe = megamoe.MegaMoE(_prepared(layer), T, K)
         moe.warmup([T])
         output = torch.full_like(layer.x, torch.nan)
@@ -335,7 +589,7 @@ class TestCapture:
         assert output.isfinite().all()
 
     def test_debug_refuses_capture(self, device: str) -> None:
-        layer = _layer("fp8xfp4", device)
+        layer = _layer(DEEP_GEMM, device)
         moe = megamoe.MegaMoE(_prepared(layer), T, K, check_ids=True)
         moe.warmup([T])
         output = torch.empty_like(layer.x)
@@ -344,3 +598,46 @@ class TestCapture:
             torch.cuda.graph(torch.cuda.CUDAGraph()),
         ):
             moe(layer.x, layer.topk_ids, layer.topk_weights, output)
+
+
+@pytest.mark.gpu
+class TestDevicesAndStreams:
+    def test_two_layers_on_two_streams(self, device: str) -> None:
+        layers = [_layer(DEEP_GEMM, device, tokens=200, hidden=1024, seed=shift) for shift in (0, 1)]
+        moes = [_moe(layer, 200) for layer in layers]
+        expected = [moe(layer.x, layer.topk_ids, layer.topk_weights) for moe, layer in zip(moes, layers)]
+        streams = [torch.cuda.Stream(), torch.cuda.Stream()]
+        torch.cuda.synchronize()
+        outputs: list[list[torch.Tensor]] = [[], []]
+        for _ in range(50):
+            for index, stream in enumerate(streams):
+                with torch.cuda.stream(stream):
+                    layer = layers[index]
+                    outputs[index].append(moes[index](layer.x, layer.topk_ids, layer.topk_weights))
+        torch.cuda.synchronize()
+        for results, wanted in zip(outputs, expected):
+            for result in results:
+                assert_bytes_equal(result, wanted, "output")
+
+    @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA GPUs")
+    @pytest.mark.parametrize("recipe", [DEEP_GEMM, SM90], ids=str)
+    def test_tensors_on_another_gpu_than_the_current_one(self, recipe: Recipe, device: str) -> None:
+        layer = _layer(recipe, "cuda:1", activation_clamp=1.5)
+        with torch.cuda.device(0):
+            result = _call(layer)
+            assert result.device == torch.device("cuda:1")
+            moe = _moe(layer)
+            moe.warmup([T])
+            assert_bytes_equal(_run(moe, layer), result, "MegaMoE")
+            assert torch.cuda.current_device() == 0
+        _agrees(result, layer)
+
+    def test_donated_weights_leave_no_second_copy(self, device: str) -> None:
+        layer = _layer(DEEP_GEMM, device, shared=0, hidden=2048, intermediate=1024, num_experts=64, tokens=1)
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        weights = _prepared(layer, donate=True)
+        peak = torch.cuda.max_memory_allocated() - before
+        assert weights.routed.w13.data_ptr() == layer.weights.w13.data_ptr()
+        assert peak <= layer.weights.w13[0].nbytes + layer.weights.w2[0].nbytes

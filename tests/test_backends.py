@@ -9,38 +9,31 @@ import pytest
 import torch
 
 import megamoe
-from megamoe.backends import AUTO, NAMES, select, unsupported_reason
+from megamoe.backends import AUTO, select, unsupported_reason
 from megamoe.backends import triton as triton_backend
 from megamoe.backends.base import LayerRequest, UnsupportedError
-from megamoe.kernels.config import INTERPRETER
+from megamoe.kernels.config import ARCHITECTURES, INTERPRETER, GemmConfig, LayerConfig, choose_config
 from megamoe.oracle import interpreter
-from megamoe.recipe import SERVED, TABLE, Recipe
+from megamoe.recipe import ALL_RECIPES, TABLE, Recipe
 from megamoe.spec import LayerSpec
 
 REAL = ("triton", "reference")
 
 
-def _request(recipe: Recipe = SERVED[0], device: str = "cpu", **spec: object) -> LayerRequest:
+def _request(recipe: Recipe = ALL_RECIPES[0], device: str = "cpu", **spec: object) -> LayerRequest:
     sizes = {"hidden": 256, "intermediate": 128, "num_experts": 8, "top_k": 2, **spec}
     return LayerRequest(LayerSpec(recipe, **sizes), torch.device(device), max_tokens=16)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("name", REAL)
 @pytest.mark.parametrize("recipe", TABLE, ids=str)
-def test_every_recipe_is_served_or_has_a_reason(recipe: Recipe, name: str, device: str) -> None:
-    reason = unsupported_reason(name, _request(recipe, device))
-    if recipe in SERVED:
-        assert reason is None
-    else:
-        assert reason is not None
-        assert reason.startswith(f"recipe {recipe} is legal but not built yet")
+def test_every_recipe_is_served(recipe: Recipe, name: str, device: str) -> None:
+    assert unsupported_reason(name, _request(recipe, device)) is None
 
 
 @pytest.mark.parametrize("name", REAL)
-def test_options_and_ranks_have_reasons(name: str, device: str) -> None:
+def test_ranks_and_devices_have_reasons(name: str, device: str) -> None:
     request = _request(device=device)
-    with_bias = replace(request, options=("w2_bias",))
-    assert str(unsupported_reason(name, with_bias)).startswith("w2_bias is not served yet")
     two_ranks = replace(request, spec=replace(request.spec, ep_size=2))
     assert str(unsupported_reason(name, two_ranks)).startswith("ep_size=2 is not served yet")
     assert str(unsupported_reason(name, replace(request, device=torch.device("meta")))).startswith(
@@ -55,10 +48,34 @@ def test_a_hidden_size_beyond_the_pre_dispatch(device: str) -> None:
     assert select(AUTO, _request(device=device, hidden=16384 + 128)).name == "reference"
 
 
-@pytest.mark.parametrize("name", sorted(set(NAMES) - set(REAL)))
-def test_adapters_to_come_say_so(name: str, device: str) -> None:
-    with pytest.raises(UnsupportedError, match=f"^moe_backend='{name}': no adapter to an installed .* is built yet"):
-        select(name, _request(device=device))
+@pytest.mark.parametrize("recipe", ALL_RECIPES, ids=str)
+@pytest.mark.parametrize("arch", [INTERPRETER, *ARCHITECTURES])
+def test_every_configuration_the_heuristic_picks_is_found(arch: int, recipe: Recipe) -> None:
+    spec = _request(recipe).spec
+    chosen = {choose_config(spec, arch, tokens) for tokens in range(1, 600)}
+    assert set(triton_backend.configs(spec, arch, 599)) == chosen
+    assert triton_backend.configs(spec, arch, 1) == [choose_config(spec, arch, 1)]
+
+
+def test_every_configuration_is_asked_not_only_the_largest(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The one for few tokens does not fit: neither does a layer that serves more."""
+    few, many = (LayerConfig(*[GemmConfig(m, 128, 128, 4, 1, "decoded")] * 2) for m in (24, 32))
+    monkeypatch.setattr(triton_backend, "choose_config", lambda spec, arch, tokens: few if tokens < 7 else many)
+    reason = triton_backend.kernels_unsupported_reason(_request().spec, INTERPRETER, 1000)
+    assert reason == "gate_up: block_m=24 is not a power of two of at least 16"
+
+
+def test_more_tokens_than_can_be_numbered_or_held(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Said before anything is allocated."""
+    request = replace(_request(device=device), max_tokens=2**40)
+    assert unsupported_reason("triton", request) == (
+        f"max_tokens={2**40} with top_k=2 makes more slots than routing numbers, {2**30}"
+    )
+    monkeypatch.setattr(triton_backend, "device_memory", lambda device: 2**30)
+    assert unsupported_reason("triton", replace(request, max_tokens=2**17)) is None
+    assert str(unsupported_reason("triton", replace(request, max_tokens=2**20))).startswith(
+        "max_tokens=1048576 needs a workspace of 1."
+    )
 
 
 def test_auto_takes_triton_where_it_runs(device: str) -> None:
@@ -66,11 +83,10 @@ def test_auto_takes_triton_where_it_runs(device: str) -> None:
 
 
 def test_auto_gives_every_reason_when_nothing_runs(device: str) -> None:
-    unserved = next(recipe for recipe in TABLE if recipe not in SERVED)
     with pytest.raises(UnsupportedError) as caught:
-        select(AUTO, _request(unserved, device))
+        select(AUTO, _request(device=device, ep_size=2))
     for name in REAL:
-        assert f"moe_backend='{name}': recipe {unserved}" in str(caught.value)
+        assert f"moe_backend='{name}': ep_size=2 is not served yet" in str(caught.value)
 
 
 def test_an_unknown_name_lists_the_known_ones(device: str) -> None:
@@ -86,7 +102,7 @@ def test_served_gpus(capability: tuple[int, int], expected: int, monkeypatch: py
     device = torch.device("cuda", 0)
     assert triton_backend.device_unsupported_reason(device) is None
     assert triton_backend.architecture(device) == expected
-    for recipe in SERVED:
+    for recipe in ALL_RECIPES:
         assert unsupported_reason("triton", _request(recipe, "cuda:0")) is None
 
 
@@ -106,6 +122,7 @@ def _pretend_gpu(capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "a GPU")
+    monkeypatch.setattr(triton_backend, "device_memory", lambda device: 2**34)
 
 
 def test_the_interpreter_needs_its_patch(monkeypatch: pytest.MonkeyPatch) -> None:

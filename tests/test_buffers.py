@@ -44,7 +44,7 @@ def _layout(mma_type: str | None, **changes: int) -> BufferLayout:
 
 ROUTING = {"topk_idx": (I64, (384, 2), (2, 1)), "topk_weights": (F32, (384, 2), (2, 1))}
 NONE = (I8, (0,), (1,))
-NO_SHARED = dict.fromkeys(("shared_l1_acts", "shared_l1_acts_sf", "shared_l2_acts", "shared_l2_acts_sf"), NONE)
+NO_SHARED = dict.fromkeys(("shared_l1_acts_sf", "shared_l2_acts", "shared_l2_acts_sf"), NONE)
 X_SCALES = {"x_scales": (F32, (384,), (1,))}
 # 128 rows for every 8 tokens.
 SF_ROWS = 128 * 48
@@ -56,6 +56,7 @@ CASES = {
             "x": (I8, (384, 1024), (1024, 1)),
             "x_sf": (I32, (384, 8), (8, 1)),
             **ROUTING,
+            "shared_l1_acts": (I8, (384, 1024), (1024, 1)),
             **NO_SHARED,
             "l1_acts": (I8, (0, 1024), (1024, 1)),
             "l1_acts_sf": (I32, (0, 8), (1, 0)),
@@ -110,6 +111,7 @@ CASES = {
             "x": (I8, (384, 512), (512, 1)),
             "x_sf": (I32, (384, 16), (16, 1)),
             **ROUTING,
+            "shared_l1_acts": (I8, (384, 512), (512, 1)),
             **NO_SHARED,
             "l1_acts": (I8, (0, 512), (512, 1)),
             "l1_acts_sf": (I32, (0, 16), (1, 0)),

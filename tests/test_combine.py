@@ -15,11 +15,14 @@ EXPERTS = 7
 INT64 = torch.iinfo(torch.int64)
 
 
-def reference(rows: torch.Tensor, topk_ids: torch.Tensor, num_experts: int, shared: bool) -> torch.Tensor:
+def reference(
+    rows: torch.Tensor, topk_ids: torch.Tensor, num_experts: int, shared: bool, weights: torch.Tensor | None = None
+) -> torch.Tensor:
     total = torch.zeros(rows.shape[0], rows.shape[2])
     for k in range(topk_ids.shape[1]):
         valid = (topk_ids[:, k] >= 0) & (topk_ids[:, k] < num_experts)
-        total[valid] += rows[valid, k].float()
+        part = rows[valid, k].float()
+        total[valid] += part if weights is None else weights[valid, k, None] * part
     if shared:
         total += rows[:, -1].float()
     return total.to(torch.bfloat16)
@@ -42,18 +45,32 @@ def random_ids(tokens: int, top_k: int, dtype: torch.dtype, seed: int = 0) -> to
     return ids.reshape(tokens, top_k).to(dtype)
 
 
-def run(rows: torch.Tensor, topk_ids: torch.Tensor, *, shared: bool, device: str) -> torch.Tensor:
-    """Combine into the middle of a NaN-filled tensor; rows of invalid slots are NaN; nothing else may change."""
+def run(
+    rows: torch.Tensor,
+    topk_ids: torch.Tensor,
+    *,
+    shared: bool,
+    device: str,
+    weights: torch.Tensor | None = None,
+    columns: int = 0,
+) -> torch.Tensor:
+    """Combine into the middle of a NaN-filled tensor, `columns` wider on either side; rows and weights of invalid slots
+    are NaN; nothing else may change."""
     tokens, _, hidden = rows.shape
     invalid = (topk_ids < 0) | (topk_ids >= EXPERTS)
     poisoned = rows.clone()
     poisoned[:, : topk_ids.shape[1]][invalid] = NAN
-    larger = torch.full((tokens + 2, hidden), NAN, dtype=torch.bfloat16, device=device)
-    before, inputs = larger.clone(), (poisoned.to(device), topk_ids.to(device))
-    combine(*inputs, larger[1:-1], num_experts=EXPERTS, shared=shared)
-    assert_bytes_equal(larger[:: tokens + 1], before[:: tokens + 1], "rows around the output")
+    if weights is not None:
+        weights = torch.where(invalid, NAN, weights).to(device)
+    larger = torch.full((tokens + 2, hidden + 2 * columns), NAN, dtype=torch.bfloat16, device=device)
+    inputs = (poisoned.to(device), topk_ids.to(device))
+    out = larger[1:-1, columns : columns + hidden]
+    combine(*inputs, out, num_experts=EXPERTS, shared=shared, topk_weights=weights)
+    result = out.cpu().clone()
+    out.fill_(NAN)
+    assert_bytes_equal(larger, torch.full_like(larger, NAN), "what lies around the output")
     assert_bytes_equal(inputs[0].cpu(), poisoned, "rows after the call")
-    return larger[1:-1].cpu()
+    return result
 
 
 @dataclass(frozen=True)
@@ -83,6 +100,32 @@ def test_combine(case: Case, device: str) -> None:
     ids = random_ids(case.tokens, case.top_k, case.dtype)
     actual = run(rows, ids, shared=case.shared, device=device)
     assert_bytes_equal(actual, reference(rows, ids, EXPERTS, case.shared), "y")
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_weights_multiply_rows_one_rounded_product_each(case: Case, device: str) -> None:
+    rows = random_rows(case.tokens, case.top_k + case.shared, case.hidden)
+    ids = random_ids(case.tokens, case.top_k, case.dtype)
+    weights = torch.randn(ids.shape, generator=torch.Generator().manual_seed(3))
+    actual = run(rows, ids, shared=case.shared, device=device, weights=weights)
+    assert_bytes_equal(actual, reference(rows, ids, EXPERTS, case.shared, weights), "y")
+
+
+def test_a_product_is_rounded_before_it_is_added(device: str) -> None:
+    """(1 + 2^-7)(1 + 2^-23) less its rounding: an FMA would keep what the product's own rounding drops."""
+    rows = torch.tensor([1 + 2.0**-7, -(1 + 2.0**-7)]).bfloat16()[None, :, None].expand(1, 2, 8).contiguous()
+    weights = torch.tensor([[1 + 2.0**-23, 1 + 2.0**-23]])
+    product = (rows[0, 0, 0].float() * weights[0, 0]).double()
+    assert product != rows[0, 0, 0].double() * weights[0, 0].double(), "the product is not exact"
+    actual = run(rows, torch.ones(1, 2, dtype=torch.int64), shared=False, device=device, weights=weights)
+    assert_bytes_equal(actual, torch.zeros(1, 8, dtype=torch.bfloat16), "y")
+
+
+@pytest.mark.parametrize("columns", (8, 24))
+def test_output_may_be_a_slice_of_wider_rows(columns: int, device: str) -> None:
+    rows, ids = random_rows(5, 3, 64), random_ids(5, 3, torch.int64)
+    actual = run(rows, ids, shared=False, device=device, columns=columns)
+    assert_bytes_equal(actual, reference(rows, ids, EXPERTS, False), "y")
 
 
 @pytest.mark.parametrize("shared", [False, True], ids=["routed", "shared"])

@@ -5,21 +5,23 @@ import torch
 
 import megamoe
 from megamoe.oracle.metrics import LIMITS, assert_bytes_equal, check, compare
+from megamoe.oracle.public_arguments import layer_arguments, weight_arguments
 from megamoe.oracle.random_layers import Layer, random_inputs, random_layer
 from megamoe.oracle.reference import moe_layer
-from megamoe.recipe import SERVED, Recipe
+from megamoe.recipe import ALL_RECIPES, Recipe
 
 pytestmark = pytest.mark.gpu
 
-RECIPES = {recipe.mma_type: recipe for recipe in SERVED}
+RECIPES = {str(recipe): recipe for recipe in ALL_RECIPES}
+FP8XFP4 = Recipe("fp8xfp4", "mx32", "deep_gemm_sm100")
+FP8 = Recipe("fp8xfp8", "block128", "deep_gemm_sm90")
 SHAPE = dict(hidden=1024, intermediate=512, num_experts=9, top_k=3, num_shared_experts=1, activation_clamp=5.0)
 
 
 def _layer(recipe: Recipe, tokens: int, **changes: int) -> tuple[Layer, megamoe.MegaMoE]:
     layer = random_layer(recipe, tokens=tokens, device="cuda", **{**SHAPE, **changes})  # type: ignore[arg-type]
-    weights = megamoe.prepare_weights(**vars(layer.weights), mma_type=recipe.mma_type)
-    spec = layer.spec
-    return layer, megamoe.MegaMoE(weights, tokens, spec.top_k, activation_clamp=spec.activation_clamp)
+    weights = megamoe.prepare_weights(**weight_arguments(layer))
+    return layer, megamoe.MegaMoE(weights, tokens, layer.spec.top_k, **layer_arguments(layer))
 
 
 @pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
@@ -42,7 +44,7 @@ def test_one_graph_serves_changed_inputs(recipe: Recipe) -> None:
 
 
 def test_graphs_of_two_sizes_share_one_workspace() -> None:
-    layer, serve = _layer(RECIPES["fp8xfp4"], 130)
+    layer, serve = _layer(FP8XFP4, 130)
     serve.warmup([7, 130])
     graphs = {}
     for n in (130, 7):
@@ -83,7 +85,7 @@ def test_a_hundred_runs_are_bitwise_equal(recipe: Recipe) -> None:
 
 
 def test_last_expert_of_more_than_2_to_the_31_weights() -> None:
-    recipe = RECIPES["fp8xfp8"]
+    recipe = FP8
     layer, serve = _layer(recipe, 5, hidden=4096, intermediate=1024, num_experts=260, top_k=1, num_shared_experts=0)
     assert layer.weights.w13.numel() > 2**31
     ids = torch.full_like(layer.topk_ids, 259)
@@ -94,7 +96,7 @@ def test_last_expert_of_more_than_2_to_the_31_weights() -> None:
 
 def test_last_rows_of_one_matrix_of_more_than_2_to_the_31_bytes() -> None:
     """A dense shared MLP is one matrix: E4M3 [2·I·S, H] beside MXFP4 experts."""
-    recipe = RECIPES["fp8xfp4"]
+    recipe = FP8XFP4
     layer, serve = _layer(recipe, 3, hidden=16384, intermediate=4096, num_experts=1, top_k=1, num_shared_experts=17)
     assert layer.weights.shared_w13 is not None
     assert layer.weights.shared_w13.numel() > 2**31
@@ -108,13 +110,16 @@ def test_last_rows_of_one_matrix_of_more_than_2_to_the_31_bytes() -> None:
 @pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
 def test_last_tokens_of_more_than_2_to_the_31_elements(recipe: Recipe) -> None:
     tokens, judged = 540_000, 32
-    layer, serve = _layer(recipe, tokens, hidden=4096, intermediate=128, num_experts=2, top_k=1)
+    top_k = 2 if recipe.numerics == "trtllm_gen" else 1  # there one slot is the shared expert's
+    layer, serve = _layer(recipe, tokens, hidden=4096, intermediate=128, num_experts=2, top_k=top_k)
     assert layer.x.numel() > 2**31
     output = torch.full_like(layer.x, torch.nan)
     serve(layer.x, layer.topk_ids, layer.topk_weights, output)
     last = torch.arange(tokens - judged, tokens, device="cuda")
     inputs = (layer.x, layer.topk_ids, layer.topk_weights)
-    expected = moe_layer(*inputs, layer.weights, layer.spec, tokens=last, full_trace=False).y
+    expected = moe_layer(
+        *inputs, layer.weights, layer.spec, parameters=layer.parameters, tokens=last, full_trace=False
+    ).y
     problem = check(compare(output[-judged:], expected), LIMITS[recipe])
     assert problem is None, problem
     assert not output.isnan().any()

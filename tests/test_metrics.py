@@ -12,7 +12,9 @@ from megamoe import formats
 from megamoe.oracle.metrics import LIMITS, ErrorReport, Limits, assert_bytes_equal, check, compare
 from megamoe.oracle.random_layers import Layer, random_layer
 from megamoe.oracle.reference import (
+    LayerTrace,
     Matmul,
+    combine,
     matmul_fp8_wgmma,
     matmul_fp32,
     matmul_fp64,
@@ -22,10 +24,13 @@ from megamoe.oracle.reference import (
     requantize,
 )
 from megamoe.plain_weights import PlainWeights
-from megamoe.recipe import SERVED, Recipe, traits
+from megamoe.recipe import TABLE, Recipe, traits
 
-RECIPES = {recipe.mma_type: recipe for recipe in SERVED}
-FP4_WEIGHTS = [recipe.mma_type for recipe in SERVED if traits(recipe).weight == "e2m1"]
+MXF4 = Recipe("mxf4xmxf4", "mx32", "deep_gemm_sm100")
+NVFP4 = Recipe("nvfp4xnvfp4", "nv16_token", "deep_gemm_sm100")
+FP4_WEIGHTS = [recipe for recipe in TABLE if traits(recipe).weight == "e2m1"]
+FP8_WGMMA = [recipe for recipe in TABLE if traits(recipe).act_scale_format == "fp32"]
+"""Recipes whose sums Hopper's FP8 tensor core may form."""
 DTYPES = (
     torch.float8_e4m3fn,
     torch.bfloat16,
@@ -37,7 +42,7 @@ DTYPES = (
     torch.bool,
 )
 
-every_recipe = pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
+every_recipe = pytest.mark.parametrize("recipe", TABLE, ids=str)
 
 
 @functools.cache
@@ -48,7 +53,7 @@ def _layer(recipe: Recipe, clamp: float | None = None, seed: int = 3, tokens: in
         hidden=256,
         intermediate=128,
         num_experts=4,
-        top_k=2,
+        top_k=3,
         num_shared_experts=1,
         activation_clamp=clamp,
         seed=seed,
@@ -58,7 +63,12 @@ def _layer(recipe: Recipe, clamp: float | None = None, seed: int = 3, tokens: in
 def _y(layer: Layer, matmul: Matmul = matmul_fp64, **weights: torch.Tensor) -> torch.Tensor:
     """The reference's y, with some of the weights replaced."""
     plain = dataclasses.replace(layer.weights, **weights)
-    return moe_layer(layer.x, layer.topk_ids, layer.topk_weights, plain, layer.spec, full_trace=False, matmul=matmul).y
+    return _trace(dataclasses.replace(layer, weights=plain), matmul, full_trace=False).y
+
+
+def _trace(layer: Layer, matmul: Matmul = matmul_fp64, **options: bool) -> LayerTrace:
+    inputs = (layer.x, layer.topk_ids, layer.topk_weights)
+    return moe_layer(*inputs, layer.weights, layer.spec, parameters=layer.parameters, matmul=matmul, **options)
 
 
 def _verdict(recipe: Recipe, actual: torch.Tensor, expected: torch.Tensor) -> str | None:
@@ -194,8 +204,8 @@ def test_check_names_every_field_beyond_its_limit() -> None:
 # Limits: wide enough for every sum a machine may form, narrow enough for every mistake.
 
 
-def test_every_served_recipe_has_limits_and_a_reason() -> None:
-    assert set(LIMITS) == set(SERVED)
+def test_every_recipe_has_limits_and_a_reason() -> None:
+    assert set(LIMITS) == set(TABLE)
     assert all(len(limits.reason) > 50 for limits in LIMITS.values())
 
 
@@ -215,11 +225,19 @@ def test_other_sums_stay_within_the_limits(recipe: Recipe, shape: tuple[int, int
         assert _verdict(recipe, _y(layer, matmul), expected) is None, name
 
 
+def _fp8_wgmma(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """Promoted to fp32 every 128 columns."""
+    acc = torch.zeros(a.shape[0], b.shape[0])
+    for columns in torch.arange(a.shape[1]).split(128):
+        acc = acc + matmul_fp8_wgmma(a[:, columns], b[:, columns])
+    return acc
+
+
 @pytest.mark.parametrize("seed", range(2))
-def test_fp8_wgmma_sums_stay_within_the_limits(seed: int) -> None:
-    recipe = RECIPES["fp8xfp8"]
+@pytest.mark.parametrize("recipe", FP8_WGMMA, ids=str)
+def test_fp8_wgmma_sums_stay_within_the_limits(recipe: Recipe, seed: int) -> None:
     layer = _layer(recipe, seed=seed, tokens=12)
-    report = compare(_y(layer, matmul_fp8_wgmma), _y(layer))
+    report = compare(_y(layer, _fp8_wgmma), _y(layer))
     assert check(report, LIMITS[recipe]) is None
     assert report.rel_rms > 1e-3, "these sums must be visibly inexact for this test to say anything"
 
@@ -243,29 +261,39 @@ def _without_last_group(scale: torch.Tensor) -> torch.Tensor:
 
 Mistake = Callable[[PlainWeights], dict[str, torch.Tensor]]
 MISTAKES: dict[str, Mistake] = {
+    "w2 of the next expert": lambda w: {"w2": _roll_bytes(w.w2, 1, 0)},
+    "w2 of the next row": lambda w: {"w2": _roll_bytes(w.w2, 1, 1)},
+    "gate and up weights swapped": lambda w: {"w13": _swap_halves(w.w13)},
+}
+SCALE_MISTAKES: dict[str, Mistake] = {
     "gate and up swapped": lambda w: {"w13": _swap_halves(w.w13), "w13_scale": _swap_halves(w.w13_scale)},
     "gate and up scales swapped": lambda w: {"w13_scale": _swap_halves(w.w13_scale)},
     "w13 scales one group off": lambda w: {"w13_scale": w.w13_scale.roll(1, dims=-1)},
     "w2 scales of the next row": lambda w: {"w2_scale": w.w2_scale.roll(1, dims=-2)},
     "last K group of w13 dropped": lambda w: {"w13_scale": _without_last_group(w.w13_scale)},
-    "w2 of the next expert": lambda w: {"w2": _roll_bytes(w.w2, 1, 0)},
-    "w2 of the next row": lambda w: {"w2": _roll_bytes(w.w2, 1, 1)},
 }
 
 
-@pytest.mark.parametrize("mistake", MISTAKES.values(), ids=MISTAKES)
-@every_recipe
+def _mistakes(recipe: Recipe) -> dict[str, Mistake]:
+    scaled = traits(recipe).weight_scale_format is not None
+    return MISTAKES | SCALE_MISTAKES if scaled else MISTAKES
+
+
+@pytest.mark.parametrize(
+    ("recipe", "mistake"),
+    [pytest.param(r, mistake, id=f"{r}, {name}") for r in TABLE for name, mistake in _mistakes(r).items()],
+)
 def test_mistakes_with_weights_are_caught(recipe: Recipe, mistake: Mistake) -> None:
     layer = _layer(recipe)
     assert _verdict(recipe, _y(layer, **mistake(layer.weights)), _y(layer)) is not None
 
 
 @pytest.mark.parametrize("name", ["w13", "w2"])
-@pytest.mark.parametrize("mma_type", FP4_WEIGHTS)
-def test_swapped_nibbles_are_caught(mma_type: str, name: str) -> None:
-    layer = _layer(RECIPES[mma_type])
+@pytest.mark.parametrize("recipe", FP4_WEIGHTS, ids=str)
+def test_swapped_nibbles_are_caught(recipe: Recipe, name: str) -> None:
+    layer = _layer(recipe)
     wrong = _y(layer, **{name: _swap_nibbles(getattr(layer.weights, name))})
-    assert _verdict(layer.spec.recipe, wrong, _y(layer)) is not None
+    assert _verdict(recipe, wrong, _y(layer)) is not None
 
 
 @every_recipe
@@ -296,9 +324,18 @@ def test_a_dropped_clamp_is_caught(recipe: Recipe) -> None:
 
 @every_recipe
 def test_a_dropped_shared_row_is_caught(recipe: Recipe) -> None:
-    layer = _layer(recipe)
-    trace = moe_layer(layer.x, layer.topk_ids, layer.topk_weights, layer.weights, layer.spec)
-    assert _verdict(recipe, trace.rows[:, :2].float().sum(1).bfloat16(), trace.y) is not None
+    trace = _trace(_layer(recipe))
+    rows = trace.rows[:, :-1]
+    weights = trace.weights[:, :-1] if recipe.numerics == "trtllm_gen" else None
+    assert _verdict(recipe, combine(rows, trace.valid[:, : rows.shape[1]], weights), trace.y) is not None
+
+
+@pytest.mark.parametrize("recipe", [r for r in TABLE if r.numerics == "trtllm_gen"], ids=str)
+def test_top_k_weights_in_the_wrong_place_are_caught(recipe: Recipe) -> None:
+    """The combine that DeepGEMM's rows need, which carry their weight already."""
+    trace = _trace(_layer(recipe))
+    unweighted = trace.rows.float().sum(1).bfloat16()
+    assert _verdict(recipe, unweighted, trace.y) is not None
 
 
 @pytest.mark.parametrize("kind", ["mxfp4", "nvfp4"])
@@ -315,10 +352,10 @@ def test_ties_to_even_are_caught_in_the_pre_dispatch(kind: str) -> None:
         assert_bytes_equal(formats.pack_e2m1(codes), got, "E2M1")
 
 
-@pytest.mark.parametrize("mma_type", ["mxf4xmxf4", "nvfp4xnvfp4"])
-def test_ties_toward_zero_are_caught_in_the_requantizer(mma_type: str) -> None:
+@pytest.mark.parametrize("recipe", [MXF4, NVFP4], ids=str)
+def test_ties_toward_zero_are_caught_in_the_requantizer(recipe: Recipe) -> None:
     act = torch.tensor([[6.0, 0.75, -0.75, 1.75, 3.5, -0.0, -0.1, 0.25] * 4])
-    got = requantize(act, RECIPES[mma_type])[0]
+    got = requantize(act, recipe)[0]
     assert_bytes_equal(got, formats.pack_e2m1(formats.encode_e2m1(act, "even")))
     with pytest.raises(AssertionError, match=r"first difference at \[0, 0\]"):
         assert_bytes_equal(formats.pack_e2m1(formats.encode_e2m1(act, "toward_zero")), got)

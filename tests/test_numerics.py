@@ -39,6 +39,18 @@ def _pack(x, inverse, out, SHORT: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
+def _pack_rne(x, inverse, out, BLOCK: tl.constexpr):
+    """x [8, n]: code i of a word comes from row i."""
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    n = tl.num_programs(0) * BLOCK
+    v = (
+        tl.load(x + at), tl.load(x + n + at), tl.load(x + 2 * n + at), tl.load(x + 3 * n + at),
+        tl.load(x + 4 * n + at), tl.load(x + 5 * n + at), tl.load(x + 6 * n + at), tl.load(x + 7 * n + at),
+    )  # fmt: skip
+    tl.store(out + at, numerics.e2m1_pack_rne(v, tl.load(inverse + at)).to(tl.int32, bitcast=True))
+
+
+@triton.jit
 def _e4m3(x, out, back, BLOCK: tl.constexpr):
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     codes = numerics.f32_to_e4m3(tl.load(x + at))
@@ -118,8 +130,8 @@ def test_e2m1_pack_of_long_products(device: str) -> None:
     _check_pack(x, torch.ones(values.numel()), False, device)
 
 
-def test_e2m1_pack_rounds_the_product_once(device: str) -> None:
-    """BF16 times fp32 factors that put the rounded product on, just above and just below each threshold."""
+def _near_ties() -> tuple[torch.Tensor, torch.Tensor]:
+    """BF16 [8, n] and fp32 factors [n] that put the rounded product on, just above and just below each threshold."""
     generator = torch.Generator().manual_seed(3)
     n = 2 * BLOCK
     v = (torch.rand(8, n, generator=generator) + 1).bfloat16().float()
@@ -129,7 +141,33 @@ def test_e2m1_pack_rounds_the_product_once(device: str) -> None:
     inverse[inverse * 2 >= 10] = 1.0
     v[:, 5], inverse[7], v[3, 9] = math.inf, math.nan, math.nan
     inverse[5] = 0.0
-    _check_pack(v, inverse, False, device)
+    return v, inverse
+
+
+def test_e2m1_pack_rounds_the_product_once(device: str) -> None:
+    _check_pack(*_near_ties(), False, device)
+
+
+def test_e2m1_pack_of_everything_near_a_quarter_and_three_quarters(device: str) -> None:
+    """Where a magnitude is aligned to coarser steps than its own, a threshold must not swallow its neighbours."""
+    values = _blocks(_around((0.25, 0.75), 4000))
+    _check_pack(torch.stack([values, -values] * 4), torch.ones(values.numel()), False, device)
+
+
+def _check_pack_rne(x: torch.Tensor, inverse: torch.Tensor, device: str) -> None:
+    out = torch.full(inverse.shape, -1, dtype=torch.int32, device=device)
+    grid = (inverse.numel() // BLOCK,)
+    _pack_rne[grid](x.to(device), inverse.to(device), out, BLOCK, enable_fp_fusion=False)
+    expected = formats.pack_e2m1(formats.encode_e2m1(x * inverse, "even").T.contiguous())
+    assert_bytes_equal(out.view(torch.uint8).view(-1, 4), expected, "e2m1_pack_rne")
+
+
+def test_e2m1_pack_rne(device: str) -> None:
+    """Any fp32 product, in each position, and products that round onto a threshold and beside it."""
+    values = _blocks(_awkward(torch.Generator().manual_seed(7)))
+    _check_pack_rne(torch.stack([values.roll(17 * i) for i in range(8)]), torch.ones(values.numel()), device)
+    v, inverse = _near_ties()
+    _check_pack_rne(v * (1 - 2 * (torch.arange(8) % 2))[:, None], inverse, device)
 
 
 def test_e2m1_pack_of_short_products(device: str) -> None:

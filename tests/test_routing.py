@@ -3,24 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megamoe.kernels.routing import RoutingPlan, allocate_plan, build_plan, max_tiles
+from megamoe.kernels.routing import RoutingPlan, allocate_plan, build_plan, max_rows, max_tiles
 
 POISON = -0x5A5A5A5B
+TENSORS = ("sorted_slots", "expert_offsets", "tiles", "skipped")
 INT32, INT64 = torch.iinfo(torch.int32), torch.iinfo(torch.int64)
 
 
 def poisoned_plan(num_slots: int, num_experts: int, block_m: int, device: str) -> RoutingPlan:
     """A plan with room to spare, so that writes beyond its end are seen."""
     plan = allocate_plan(num_slots + 40, 1, num_experts, block_m, device)
-    for field in fields(plan):
-        getattr(plan, field.name).fill_(POISON)
+    for name in TENSORS:
+        getattr(plan, name).fill_(POISON)
     return plan
 
 
@@ -29,7 +30,7 @@ def reference_plan(
 ) -> RoutingPlan:
     """What `build_plan` must leave in a poisoned `plan`."""
     ids = topk_ids.flatten().tolist()
-    expected = RoutingPlan(**{f.name: torch.full_like(getattr(plan, f.name), POISON).cpu() for f in fields(plan)})
+    expected = RoutingPlan(**{name: torch.full_like(getattr(plan, name), POISON).cpu() for name in TENSORS})
     local = [slot for slot, expert in enumerate(ids) if offset <= expert < offset + num_experts]
     by_expert: list[list[int]] = [[] for _ in range(num_experts)]
     for slot in local:
@@ -76,11 +77,11 @@ def check_plan(
     )
     num_global = expert_offset + num_experts if num_global_experts is None else num_global_experts
     expected = reference_plan(topk_ids, plan, num_experts, block_m, expert_offset, num_global)
-    for field in fields(plan):
-        actual, wanted = getattr(plan, field.name).cpu(), getattr(expected, field.name)
+    for name in TENSORS:
+        actual, wanted = getattr(plan, name).cpu(), getattr(expected, name)
         different = (actual != wanted).nonzero()
         assert not len(different), (
-            f"{field.name}: {len(different)} entries differ, first {tuple(different[0].tolist())}: "
+            f"{name}: {len(different)} entries differ, first {tuple(different[0].tolist())}: "
             f"{actual[tuple(different[0])]}, expected {wanted[tuple(different[0])]}"
         )
     assert torch.equal(topk_ids, before)
@@ -194,8 +195,8 @@ def test_a_plan_is_reused_for_fewer_tokens(device: str) -> None:
 def test_two_runs_are_equal(device: str) -> None:
     ids = with_invalid(uniform(300, 6, 10), 10, torch.int64).to(device)
     first, second = (check_plan(ids, num_experts=10, block_m=16) for _ in range(2))
-    for field in fields(first):
-        assert torch.equal(getattr(first, field.name), getattr(second, field.name)), field.name
+    for name in TENSORS:
+        assert torch.equal(getattr(first, name), getattr(second, name)), name
 
 
 IDS = st.one_of(st.integers(-1, 9), st.sampled_from([INT64.min, INT64.max, INT32.min, INT32.max, 2**32, -(2**32), -2]))
@@ -258,8 +259,8 @@ def test_refuses_before_writing(
     plan = poisoned_plan(6, 4, 16, device)
     with pytest.raises(error, match=message):
         build_plan(ids().to(device), plan, **options)
-    for field in fields(plan):
-        assert (getattr(plan, field.name) == POISON).all(), field.name
+    for name in TENSORS:
+        assert (getattr(plan, name) == POISON).all(), name
 
 
 @pytest.mark.gpu
@@ -272,13 +273,13 @@ def test_captured_plan_follows_its_ids(device: str) -> None:
         build_plan(static, plan, num_experts=256, block_m=16)
     for seed in (1, 2):
         static.copy_(uniform(64, 6, 256, seed=seed))
-        for field in fields(plan):
-            getattr(plan, field.name).fill_(POISON)
+        for name in TENSORS:
+            getattr(plan, name).fill_(POISON)
         graph.replay()
         torch.cuda.synchronize()
         fresh = check_plan(static.clone(), num_experts=256, block_m=16)
-        for field in fields(plan):
-            assert torch.equal(getattr(plan, field.name), getattr(fresh, field.name)), field.name
+        for name in TENSORS:
+            assert torch.equal(getattr(plan, name), getattr(fresh, name)), name
 
 
 @pytest.mark.gpu
@@ -287,3 +288,37 @@ def test_captured_plan_follows_its_ids(device: str) -> None:
 def test_full_size(tokens: int, top_k: int, num_experts: int, dtype: torch.dtype, device: str) -> None:
     ids = with_invalid(uniform(tokens, top_k, num_experts), num_experts, dtype)
     check_plan(ids.to(device, dtype), num_experts=num_experts, block_m=128)
+
+
+@pytest.mark.parametrize("row_align", (4, 8))
+@pytest.mark.parametrize(("tokens", "top_k", "experts"), [(1, 1, 1), (3, 2, 7), (40, 3, 5), (129, 6, 64)])
+def test_aligned_rows_are_the_dense_order_moved_apart(
+    tokens: int, top_k: int, experts: int, row_align: int, device: str
+) -> None:
+    """Every expert starts at a multiple of the alignment, its slots ascend, and tiles and inverse follow."""
+    generator = torch.Generator().manual_seed(tokens)
+    ids = torch.randint(-2, experts + 1, (tokens, top_k), generator=generator)
+    plan = allocate_plan(tokens, top_k, experts, 16, device, row_align=row_align)
+    assert plan.slot_rows is not None
+    for tensor in (plan.sorted_slots, plan.tiles, plan.slot_rows):
+        tensor.fill_(POISON)
+    build_plan(ids.to(device), plan, num_experts=experts, block_m=16)
+    slots = ids.flatten().tolist()
+    rows = plan.slot_rows.tolist()
+    assert all((row == -1) == (not 0 <= expert < experts) for row, expert in zip(rows, slots))
+    expected_tiles = []
+    for expert in range(experts):
+        mine = [slot for slot, named in enumerate(slots) if named == expert]
+        taken = [rows[slot] for slot in mine]
+        if mine:
+            assert taken[0] % row_align == 0
+            assert taken == list(range(taken[0], taken[0] + len(mine)))
+            assert plan.sorted_slots[taken[0] : taken[-1] + 1].tolist() == mine
+            assert taken[-1] < max_rows(len(slots), experts, row_align) <= plan.sorted_slots.numel()
+            expected_tiles += [
+                [expert, row, min(16, taken[-1] + 1 - row), 0] for row in range(taken[0], taken[-1] + 1, 16)
+            ]
+    tiles = plan.tiles[: max_tiles(len(slots), experts, 16)].tolist()
+    assert [tile for tile in tiles if tile[2] > 0] == expected_tiles
+    used = [row for row in rows if row >= 0]
+    assert len(set(used)) == len(used)

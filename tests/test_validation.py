@@ -12,17 +12,22 @@ import megamoe
 from megamoe.backends.reference import ReferenceBackend
 from megamoe.oracle.metrics import assert_bytes_equal
 from megamoe.oracle.random_layers import Layer, random_layer
-from megamoe.recipe import SERVED, Recipe
+from megamoe.recipe import ALL_RECIPES, Recipe, traits
+from megamoe.validation import SCALE_DTYPES, WEIGHT_DTYPES, shared_formats
 
-T, H, I, E, K = 5, 256, 128, 3, 2
-RECIPES = {recipe.mma_type: recipe for recipe in SERVED}
+T, H, I, E, K, S = 5, 256, 128, 3, 3, 2
+DEEP_GEMM = Recipe("fp8xfp4", "mx32", "deep_gemm_sm100")
+TRTLLM = Recipe("fp8xfp4", "mx32", "trtllm_gen")
+NVFP4 = Recipe("nvfp4xnvfp4", "nv16_token", "deep_gemm_sm100")
+NV16 = Recipe("nvfp4xnvfp4", "nv16", "trtllm_gen")
+BF16 = Recipe("bf16xbf16", "none", "deep_gemm_sm100")
 Arguments = dict[str, object]
 
 
 @cache
 def _layer(recipe: Recipe) -> Layer:
     return random_layer(
-        recipe, tokens=T, hidden=H, intermediate=I, num_experts=E, top_k=K, num_shared_experts=2, seed=3
+        recipe, tokens=T, hidden=H, intermediate=I, num_experts=E, top_k=K, num_shared_experts=S, bias=True, seed=3
     )
 
 
@@ -34,8 +39,9 @@ def _arguments(recipe: Recipe) -> Arguments:
         "topk_ids": layer.topk_ids,
         "topk_weights": layer.topk_weights,
         **vars(layer.weights),
-        "mma_type": recipe.mma_type,
+        **vars(recipe),
         "expert_scales": torch.tensor([0.5, 1.0, 2.0]),
+        "x_gsf": layer.parameters.x_gsf,
         "output": torch.full((T, H), torch.nan, dtype=torch.bfloat16),
         "moe_backend": "reference",
     }
@@ -87,17 +93,19 @@ def _with_grad(t: torch.Tensor) -> torch.Tensor:
 
 TENSORS = (
     "hidden_states", "topk_ids", "topk_weights", "w13", "w13_scale", "w2", "w2_scale",
-    "shared_w13", "shared_w13_scale", "shared_w2", "shared_w2_scale", "expert_scales", "output",
+    "shared_w13", "shared_w13_scale", "shared_w2", "shared_w2_scale", "w13_bias", "w2_bias", "expert_scales", "output",
 )  # fmt: skip
-WEIGHTS = tuple(name for name in TENSORS if name.startswith(("w", "shared_")))
-CONTIGUOUS = (*WEIGHTS, "topk_ids", "topk_weights", "output")
+MATRICES = ("w13", "w2", "shared_w13", "shared_w2")
+WEIGHTS = (*MATRICES, "w13_layout", *(name for name in TENSORS if name.endswith(("_scale", "_bias"))))
 
 EVERY_TENSOR = [
     *(Bad(name, _set([1.0]), TypeError, "is a list; expected a torch.Tensor") for name in TENSORS),
     *(Bad(name, lambda t: t.to("meta"), ValueError, "is on meta") for name in TENSORS if name != "w13"),
     *(Bad(name, _to(torch.float64), TypeError, "has dtype torch.float64; allowed: ") for name in TENSORS),
     *(Bad(name, lambda t: t[None], ValueError, "has shape (1, ") for name in TENSORS),
-    *(Bad(name, _padded_rows, ValueError, "it must be contiguous") for name in CONTIGUOUS),
+    *(Bad(name, _padded_rows, ValueError, "its last two axes must be contiguous") for name in MATRICES),
+    *(Bad(name, _padded_rows, ValueError, "it must be contiguous") for name in ("topk_ids", "topk_weights")),
+    *(Bad(name, _transposed, ValueError, "its last axis must be contiguous") for name in (*MATRICES, "output")),
     Bad("w13", lambda t: t.to_sparse(), TypeError, "has layout torch.sparse_coo; allowed: torch.strided"),
 ]
 
@@ -109,7 +117,7 @@ BY_HAND = [
     Bad("topk_ids", _to(torch.int16), TypeError, "has dtype torch.int16; allowed: torch.int32, torch.int64"),
     Bad("topk_ids", _rows(T - 1), ValueError, f"has shape ({T - 1}, {K}); expected [T, K] = ({T}, {K})"),
     Bad("topk_ids", _columns(0), ValueError, "shape[1] (K) is 0; allowed: an int in 1..32"),
-    Bad("topk_ids", lambda t: t.repeat(1, 17), ValueError, "shape[1] (K) is 34; allowed: an int in 1..32"),
+    Bad("topk_ids", lambda t: t.repeat(1, 11), ValueError, "shape[1] (K) is 33; allowed: an int in 1..32"),
     Bad("topk_weights", _to(torch.bfloat16), TypeError, "has dtype torch.bfloat16; allowed: torch.float32"),
     Bad("topk_weights", _columns(1), ValueError, f"has shape ({T}, 1); expected [T, K] = ({T}, {K})"),
     Bad("topk_weights", _with_grad, ValueError, "requires_grad=True"),
@@ -118,28 +126,41 @@ BY_HAND = [
     Bad("w13", lambda t: t[:, :0], ValueError, "has 0 rows per expert"),
     Bad("w13", _columns(0), ValueError, "has no columns"),
     Bad("w2", _rows(E - 1), ValueError, f"expected [E, H, I/2] = ({E}, {H}, {I // 2})"),
+    Bad("w2", lambda t: t.mT.contiguous(), ValueError, f"expected [E, H, I/2] = ({E}, {H}, {I // 2})"),
     Bad("w13_scale", _columns(H // 32 - 1), ValueError, f"expected [E, 2I, H/32] = ({E}, {2 * I}, {H // 32})"),
     Bad("w2_scale", _columns(1), ValueError, f"expected [E, H, I/32] = ({E}, {H}, {I // 32})"),
     Bad("w13_scale", _to(torch.float32), TypeError, "allowed: torch.uint8, torch.float8_e8m0fnu"),
     Bad("w13_scale", lambda t: t.view(torch.float8_e4m3fn), TypeError, "has dtype torch.float8_e4m3fn"),
     Bad("shared_w13", _rows(2 * I + 2), ValueError, f"has {2 * I + 2} rows; expected 2*I*S, a multiple of 2I"),
-    Bad("shared_w13", _set(None), ValueError, "is None; the four shared_* arguments come together"),
-    Bad("shared_w2_scale", _set(None), ValueError, "is None; the four shared_* arguments come together"),
+    Bad("shared_w13", _set(None), ValueError, "is None; the 4 shared_* arguments come together"),
+    Bad("shared_w2_scale", _set(None), ValueError, "is None; the 4 shared_* arguments come together"),
     Bad("shared_w13_scale", _rows(I), ValueError, "expected [2*I*S, H/32]"),
     Bad("shared_w2", _columns(I), ValueError, "expected [H, I*S]"),
-    Bad("expert_scales", _rows(E - 1), ValueError, f"has shape ({E - 1},); expected [E] = ({E},)"),
+    Bad("expert_scales", _rows(E - 1), ValueError, f"has shape ({E - 1},); expected [num_experts] = ({E},)"),
     Bad("expert_scales", lambda t: t.repeat_interleave(2)[::2], ValueError, "must be contiguous"),
     Bad("output", _to(torch.float32), TypeError, "has dtype torch.float32; allowed: torch.bfloat16"),
-    Bad("output", lambda t: t[:1].expand(T, H), ValueError, "it must be contiguous"),
+    Bad("output", lambda t: t[:1].expand(T, H), ValueError, "its rows must not overlap"),
+    Bad("output", lambda t: t.flatten().as_strided((T, H), (H - 1, 1)), ValueError, "its rows must not overlap"),
+    Bad("w13_bias", lambda t: t[:, :-1], ValueError, f"expected [E, 2I] = ({E}, {2 * I})"),
+    Bad("w2_bias", _rows(E - 1), ValueError, f"expected [E, H] = ({E}, {H})"),
+    Bad("w2_bias", _with_grad, ValueError, "requires_grad=True"),
+    Bad("x_gsf", _set(torch.ones(1)), ValueError, "allowed under fp8xfp4/mx32/deep_gemm_sm100: None"),
+    Bad("expert_map", _set([0, 1, 2]), TypeError, "is a list; expected a torch.Tensor [num_experts]"),
+    Bad("expert_map", _set(torch.arange(E)), TypeError, "has dtype torch.int64; allowed: torch.int32"),
+    Bad("expert_map", _set(torch.zeros(0, dtype=torch.int32)), ValueError, "has 0 entries; expected one for every"),
+    Bad("expert_map", _set(torch.zeros(2, E, dtype=torch.int32)), ValueError, "expected 1 axes [num_experts]"),
+    Bad("local_expert_offset", _set(2**31), ValueError, "is 2147483648; allowed: an int in 0..2147483647"),
     Bad("mma_type", _set("fp4xfp4"), ValueError, "='fp4xfp4' is unknown; allowed: fp8xfp4, "),
     Bad("mma_type", _set(None), ValueError, "=None is unknown; allowed: "),
-    Bad("act_scale", _set("nv16"), ValueError, "='nv16' is not legal for mma_type='fp8xfp4'; allowed: mx32"),
+    Bad("act_scale", _set("nv16"), ValueError, "='nv16' is not legal for mma_type='fp8xfp4'; allowed: mx32, block128"),
+    Bad("act_scale", _set(["mx32"]), TypeError, "is ['mx32'] (list); allowed: None or a string"),
+    Bad("activation", _set(torch.ones(2)), ValueError, "allowed: 'swiglu', 'swigluoai', 'situ'"),
     Bad("numerics", _set("trtllm"), ValueError, "='trtllm' is not legal for mma_type='fp8xfp4'"),
     Bad("w13_layout", _set("up_gate"), ValueError, "is 'up_gate'; allowed: 'gate_up', 'interleaved'"),
     Bad("activation", _set("gelu"), ValueError, "is 'gelu'; allowed: 'swiglu', 'swigluoai', 'situ'"),
-    Bad("l1_alphas", _set(torch.ones(E, 2)), ValueError, "only nvfp4xnvfp4 has global scales"),
-    Bad("l2_alphas", _set(torch.ones(E)), ValueError, "only nvfp4xnvfp4 has global scales"),
-    Bad("l2_act_scales", _set(torch.ones(E)), ValueError, "only nvfp4xnvfp4 has global scales"),
+    Bad("l1_alphas", _set(torch.ones(E, 2)), ValueError, "nvfp4xnvfp4 and trtllm_gen have it"),
+    Bad("l2_alphas", _set(torch.ones(E)), ValueError, "nvfp4xnvfp4 and trtllm_gen have it"),
+    Bad("l2_act_scales", _set(torch.ones(E)), ValueError, "nvfp4xnvfp4 and trtllm_gen have it"),
     Bad("activation_alpha", _set(1.702), ValueError, "allowed with activation='swiglu': None"),
     Bad("activation_beta", _set(1.0), ValueError, "allowed with activation='swiglu': None"),
     Bad("activation_clamp", _set(1e-40), ValueError, "at least 2^-126 in magnitude"),
@@ -149,28 +170,172 @@ BY_HAND = [
     Bad("activation_clamp", _set(math.nan), ValueError, "is nan; allowed: None or a number of at least 0"),
     Bad("activation_clamp", _set("7"), TypeError, "is '7' (str); allowed: None or a number"),
     Bad("activation_clamp", _set(True), TypeError, "is True (bool)"),
-    Bad("activation_clamp", lambda _: torch.ones(1), TypeError, "(Tensor); allowed: None or a number"),
+    Bad("activation_clamp", lambda _: torch.ones(1), TypeError, "is a torch.Tensor; allowed: None or a number"),
     Bad("routed_scaling_factor", _set(math.inf), ValueError, "is inf; allowed: a finite number"),
     Bad("routed_scaling_factor", _set(math.nan), ValueError, "is nan; allowed: a finite number"),
     Bad("routed_scaling_factor", _set(None), TypeError, "is None (NoneType); allowed: a finite number"),
-    Bad("local_expert_offset", _set(-1), ValueError, "is -1; allowed: an int of at least 0"),
-    Bad("local_expert_offset", _set(1.0), TypeError, "is 1.0 (float); allowed: an int of at least 0"),
-    Bad("num_experts", _set(0), ValueError, "is 0; allowed: an int of at least 1"),
+    Bad("activation_clamp", lambda _: torch.ones(E), TypeError, "one number per expert is served under trtllm_gen"),
+    Bad("local_expert_offset", _set(-1), ValueError, "is -1; allowed: an int in 0.."),
+    Bad("local_expert_offset", _set(1.0), TypeError, "is 1.0 (float); allowed: an int in 0.."),
+    Bad("num_experts", _set(0), ValueError, "is 0; allowed: an int in 1.."),
+    Bad("num_experts", _set(E - 1), ValueError, f"is {E - 1}; expected at least {E}: w13 holds the experts 0..{E - 1}"),
     Bad("check_ids", _set(1), TypeError, "is 1 (int); allowed: True, False"),
     Bad("moe_backend", _set("cutlass"), ValueError, "is 'cutlass'; allowed: 'triton', 'reference', "),
 ]  # fmt: skip
 
-UNSERVED = {
-    "w13_bias": torch.ones(E, 2 * I),
-    "w2_bias": torch.ones(E, H),
-    "x_gsf": torch.ones(1),
-    "expert_map": torch.arange(E),
-    "activation_alpha": torch.full((E,), 1.702),
-    "activation_beta": torch.ones(E),
-    "w13_layout": "interleaved",
-    "local_expert_offset": 1,
-    "num_experts": E + 1,
-}
+
+@dataclass(frozen=True)
+class BadSet:
+    """Arguments that are wrong under `recipe` or together; the message starts with `name`."""
+
+    recipe: Recipe
+    changes: Arguments
+    error: type[Exception]
+    words: str
+
+    @property
+    def name(self) -> str:
+        return self.words.split(maxsplit=1)[0]
+
+    def __str__(self) -> str:
+        return f"{self.recipe}: {self.words}"
+
+
+ONES = torch.ones(E + S)
+MAP = torch.tensor([-1, 0, 1, 2, -1], dtype=torch.int32)
+
+TOGETHER = [
+    BadSet(
+        DEEP_GEMM, {"local_expert_offset": 1}, ValueError, "num_experts is None; with local_expert_offset=1 it must"
+    ),
+    BadSet(
+        DEEP_GEMM, {"local_expert_offset": 2, "num_experts": E + 1}, ValueError, "num_experts is 4; expected at least 5"
+    ),
+    BadSet(
+        DEEP_GEMM,
+        {"expert_map": MAP, "num_experts": 6},
+        ValueError,
+        "expert_map has 5 entries; expected num_experts = 6",
+    ),
+    BadSet(
+        DEEP_GEMM,
+        {"expert_map": MAP, "local_expert_offset": 1},
+        ValueError,
+        "local_expert_offset is 1; allowed with expert_map",
+    ),
+    BadSet(DEEP_GEMM, {"expert_map": MAP}, ValueError, "expert_scales has shape (3,); expected [num_experts] = (5,)"),
+    BadSet(
+        DEEP_GEMM,
+        {"activation": "situ", "activation_clamp": 7},
+        ValueError,
+        "activation_clamp is 7; allowed with activation='situ'",
+    ),
+    BadSet(
+        DEEP_GEMM,
+        {"activation": "situ", "activation_alpha": 4.0},
+        ValueError,
+        "activation_alpha is 4.0; allowed with 'situ'",
+    ),
+    BadSet(
+        NVFP4, {"activation": "situ"}, ValueError, "activation is 'situ'; under nvfp4xnvfp4/nv16_token/deep_gemm_sm100"
+    ),
+    BadSet(
+        Recipe("fp8xfp4", "token", "deep_gemm_sm90"), {"activation": "situ"}, ValueError, "activation is 'situ'; under"
+    ),
+    BadSet(
+        TRTLLM,
+        {"activation": "situ", "activation_alpha": 0.0},
+        ValueError,
+        "activation_alpha is 0.0; allowed: None or a finite number above 0",
+    ),
+    BadSet(
+        TRTLLM,
+        {"activation": "situ", "activation_clamp": ONES},
+        ValueError,
+        "activation_clamp is a torch.Tensor; allowed with activation='situ'",
+    ),
+    BadSet(
+        TRTLLM,
+        {"activation_alpha": ONES},
+        ValueError,
+        "activation_alpha is a torch.Tensor; allowed with activation='swiglu': None",
+    ),
+    BadSet(
+        TRTLLM,
+        {"activation_clamp": torch.ones(E)},
+        ValueError,
+        "activation_clamp has shape (3,); expected [E] (with shared experts [E+S]) = (5,)",
+    ),
+    BadSet(
+        TRTLLM,
+        {"activation_clamp": ONES.double()},
+        TypeError,
+        "activation_clamp has dtype torch.float64; allowed: torch.float32",
+    ),
+    BadSet(
+        TRTLLM,
+        {"activation": "swigluoai", "activation_beta": ONES.repeat(2)[::2]},
+        ValueError,
+        "activation_beta has strides (2,); it must be contiguous",
+    ),
+    BadSet(
+        TRTLLM,
+        {"w13_bias": torch.ones(E, 2 * I)},
+        ValueError,
+        "w13_bias has shape (3, 256); expected [E+S, 2I] = (5, 256)",
+    ),
+    BadSet(
+        TRTLLM,
+        {"shared_w13": torch.ones(2 * I * S, H).to(torch.float8_e4m3fn)},
+        ValueError,
+        "shared_w13 has shape (512, 256); expected 3 axes [S, 2I, H] under",
+    ),
+    BadSet(
+        TRTLLM,
+        {"shared_w13": torch.ones(0, 2 * I, H).to(torch.float8_e4m3fn)},
+        ValueError,
+        "shared_w13.shape[0] (S experts) is 0",
+    ),
+    BadSet(
+        TRTLLM,
+        {"shared_w2": torch.ones(1, H, I).to(torch.float8_e4m3fn)},
+        ValueError,
+        "shared_w2 has shape (1, 256, 128); expected [S, H, I] = (2, 256, 128)",
+    ),
+    BadSet(
+        TRTLLM, {"num_experts": 2**31 - 1}, ValueError, "num_experts is 2147483647; allowed: an int in 1..2147483645"
+    ),
+    BadSet(
+        NV16,
+        {"x_gsf": None},
+        ValueError,
+        "x_gsf is None; under nvfp4xnvfp4/nv16/trtllm_gen expected a float32 tensor [1]",
+    ),
+    BadSet(NV16, {"x_gsf": torch.ones(2)}, ValueError, "x_gsf has shape (2,); expected [1] = (1,)"),
+    BadSet(
+        NV16,
+        {"x_gsf": torch.ones(1, dtype=torch.float16)},
+        TypeError,
+        "x_gsf has dtype torch.float16; allowed: torch.float32",
+    ),
+    BadSet(NV16, {"l1_alphas": torch.ones(E, 2)}, ValueError, "l1_alphas has shape (3, 2); expected [E+S, 2] = (5, 2)"),
+    BadSet(NVFP4, {"l2_alphas": ONES}, ValueError, "l2_alphas has shape (5,); expected [E] = (3,)"),
+    BadSet(
+        BF16,
+        {"w13_scale": torch.ones(E, 2 * I, 8).byte()},
+        ValueError,
+        "w13_scale is given; allowed under bf16xbf16/none/deep_gemm_sm100: None",
+    ),
+    BadSet(BF16, {"shared_w2_scale": ONES}, ValueError, "shared_w2_scale is given; allowed under bf16xbf16"),
+    BadSet(BF16, {"shared_w2": None}, ValueError, "shared_w2 is None; the 2 shared_* arguments come together"),
+    BadSet(DEEP_GEMM, {"w13_scale": None}, TypeError, "w13_scale is a NoneType; expected a torch.Tensor [E, 2I, H/32]"),
+    BadSet(
+        DEEP_GEMM,
+        {"shared_w13": None, "shared_w2": None, "shared_w13_scale": None},
+        ValueError,
+        "shared_w13 is None; the 4",
+    ),
+]
 
 
 def _refused(arguments: Arguments, error: type[Exception], monkeypatch: pytest.MonkeyPatch) -> str:
@@ -191,74 +356,91 @@ def _refused(arguments: Arguments, error: type[Exception], monkeypatch: pytest.M
 
 @pytest.mark.parametrize("bad", [*EVERY_TENSOR, *BY_HAND], ids=str)
 def test_a_wrong_argument_is_named_and_nothing_is_written(bad: Bad, monkeypatch: pytest.MonkeyPatch) -> None:
-    arguments = _arguments(RECIPES["fp8xfp4"])
+    arguments = _arguments(DEEP_GEMM)
     arguments[bad.name] = bad.change(arguments.get(bad.name))
     message = _refused(arguments, bad.error, monkeypatch)
     assert message.startswith(bad.name)
     assert bad.words in message
 
 
-@pytest.mark.parametrize("name", UNSERVED)
-def test_an_option_without_kernels_is_refused_with_a_reason(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    arguments = {**_arguments(RECIPES["fp8xfp4"]), name: UNSERVED[name]}
-    message = _refused(arguments, megamoe.UnsupportedError, monkeypatch)
-    assert message.startswith(f"moe_backend='reference': {name}")
-    assert "is not served yet" in message
+@pytest.mark.parametrize("case", TOGETHER, ids=str)
+def test_arguments_that_do_not_go_together(case: BadSet, monkeypatch: pytest.MonkeyPatch) -> None:
+    message = _refused({**_arguments(case.recipe), **case.changes}, case.error, monkeypatch)
+    assert message.startswith(case.words)
 
 
-@pytest.mark.parametrize("mma_type", RECIPES)
-def test_the_valid_call_is_valid(mma_type: str) -> None:
-    arguments = _arguments(RECIPES[mma_type])
+@pytest.mark.parametrize("recipe", ALL_RECIPES, ids=str)
+def test_the_valid_call_is_valid(recipe: Recipe) -> None:
+    arguments = _arguments(recipe)
     result = megamoe.mega_moe(**arguments)  # type: ignore[arg-type]
     assert result is arguments["output"]
     assert result.isfinite().all()
 
 
-@dataclass(frozen=True)
-class BadSize:
-    """A layer whose H or I the recipe cannot scale."""
+@pytest.mark.parametrize(
+    ("recipe", "multiples"),
+    [
+        ("fp8xfp4/mx32/deep_gemm_sm100", (32, 32)),
+        ("fp8xfp4/mx32/trtllm_gen", (32, 32)),
+        ("fp8xfp4/block128/deep_gemm_sm90", (128, 128)),
+        ("fp8xfp4/token/deep_gemm_sm90", (32, 128)),
+        ("mxf4xmxf4/mx32/deep_gemm_sm100", (32, 32)),
+        ("nvfp4xnvfp4/nv16_token/deep_gemm_sm100", (16, 16)),
+        ("nvfp4xnvfp4/nv16_token/trtllm_gen", (16, 16)),
+        ("nvfp4xnvfp4/nv16/trtllm_gen", (16, 16)),
+        ("fp8xfp8/block128/deep_gemm_sm90", (128, 128)),
+        ("fp8xfp8/block128/trtllm_gen", (128, 128)),
+        ("mxfp8xmxfp8/mx32/trtllm_gen", (32, 32)),
+        ("bf16xbf16/none/deep_gemm_sm100", (32, 32)),
+        ("bf16xfp4/none/trtllm_gen", (32, 32)),
+    ],
+)
+def test_sizes_are_multiples_of_what_the_scale_groups_ask_for(recipe: str, multiples: tuple[int, int]) -> None:
+    """The next size is served, a size between two is refused by name."""
+    key = Recipe(*recipe.split("/"))
+    row = traits(key)
+    packing = 2 if row.weight == "e2m1" else 1
+    dtype = WEIGHT_DTYPES[row.weight][0]
+    least_h, least_i = multiples
+    for h, i, wrong in (
+        (3 * least_h, 5 * least_i, None),
+        (3 * least_h + 8, 5 * least_i, f"H (hidden) = {3 * least_h + 8}; {recipe} needs a multiple of {least_h}"),
+        (3 * least_h, 5 * least_i + 8, f"I (intermediate) = {5 * least_i + 8}; {recipe} needs a multiple of {least_i}"),
+    ):
+        scales: list[torch.Tensor | None] = [None, None]
+        if row.weight_scale_format is not None:
+            rows, columns = row.weight_group
+            shapes = (2 * i // rows, h // columns), (h // rows, i // columns)
+            scales = [torch.ones(E, *shape).to(SCALE_DTYPES[row.weight_scale_format][0]) for shape in shapes]
+        w13, w2 = torch.ones(E, 2 * i, h // packing).to(dtype), torch.ones(E, h, i // packing).to(dtype)
+        arguments = (w13, scales[0], w2, scales[1])
+        if wrong is None:
+            assert megamoe.prepare_weights(*arguments, **vars(key)).hidden == h
+            continue
+        with pytest.raises(ValueError, match="^w13 has ") as caught:
+            megamoe.prepare_weights(*arguments, **vars(key))
+        assert str(caught.value) == f"w13 has {wrong}"
 
-    mma_type: str
-    hidden: int
-    intermediate: int
-    words: str
 
-
-SIZES = [
-    BadSize("fp8xfp4", 48, 64, "H (hidden) = 48; fp8xfp4/mx32/deep_gemm_sm100 needs a multiple of 32"),
-    BadSize("fp8xfp4", 64, 48, "I (intermediate) = 48; fp8xfp4/mx32/deep_gemm_sm100 needs a multiple of 32"),
-    BadSize("mxf4xmxf4", 64, 16, "I (intermediate) = 16; mxf4xmxf4/mx32/deep_gemm_sm100 needs a multiple of 32"),
-    BadSize("nvfp4xnvfp4", 40, 32, "H (hidden) = 40; nvfp4xnvfp4/nv16_token/deep_gemm_sm100 needs a multiple of 16"),
-    BadSize("fp8xfp8", 192, 128, "H (hidden) = 192; fp8xfp8/block128/deep_gemm_sm90 needs a multiple of 128"),
-    BadSize("fp8xfp8", 128, 64, "I (intermediate) = 64; fp8xfp8/block128/deep_gemm_sm90 needs a multiple of 128"),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("case", SIZES, ids=lambda case: case.words)
-def test_sizes_that_the_scale_groups_do_not_divide(case: BadSize) -> None:
-    columns = (2, torch.uint8) if case.mma_type != "fp8xfp8" else (1, torch.float8_e4m3fn)
-
-    def elements(*shape: int) -> torch.Tensor:
-        return torch.ones(*shape[:-1], shape[-1] // columns[0]).to(columns[1])
-
-    scale = torch.ones(1)
-    with pytest.raises(ValueError, match="^w13 has ") as caught:
-        megamoe.prepare_weights(
-            elements(E, 2 * case.intermediate, case.hidden), scale,
-            elements(E, case.hidden, case.intermediate), scale, mma_type=case.mma_type,
-        )  # fmt: skip
-    assert case.words in str(caught.value)
-
-
-def test_fp4_recipes_take_no_e4m3_shared_experts_but_fp8xfp4_does() -> None:
-    for mma_type, recipe in RECIPES.items():
+@pytest.mark.parametrize("recipe", ALL_RECIPES, ids=str)
+def test_only_fp8xfp4_takes_shared_experts_of_either_format(recipe: Recipe) -> None:
+    allowed = shared_formats(recipe)
+    assert set(allowed) == ({"e4m3", "e2m1"} if recipe.mma_type == "fp8xfp4" else {traits(recipe).weight})
+    for fmt in ("e4m3", "e2m1", "bf16"):
+        shared = WEIGHT_DTYPES[fmt][0]
         arguments = _arguments(recipe)
-        e4m3 = _arguments(RECIPES["fp8xfp4"])
-        arguments.update({name: e4m3[name] for name in e4m3 if name.startswith("shared_")})
-        if mma_type == "fp8xfp4":
+        if fmt in allowed:
+            layer = random_layer(
+                recipe, tokens=T, hidden=H, intermediate=I, num_experts=E, top_k=K, num_shared_experts=S, bias=True,
+                shared_weight=fmt, seed=3,
+            )  # fmt: skip
+            assert layer.weights.shared_w13.dtype == shared  # type: ignore[union-attr]
+            arguments.update(vars(layer.weights))
             assert megamoe.mega_moe(**arguments).isfinite().all()  # type: ignore[arg-type]
             continue
-        with pytest.raises(TypeError, match="^shared_w13"):
+        for name in ("shared_w13", "shared_w2"):
+            arguments[name] = torch.empty_like(arguments[name], dtype=shared)  # type: ignore[call-overload]
+        with pytest.raises(TypeError, match="^shared_w13 has dtype "):
             megamoe.mega_moe(**arguments)  # type: ignore[arg-type]
 
 
@@ -281,7 +463,11 @@ CONSTRUCTOR = [
     BadCall({"expert_scales": torch.ones(E + 1)}, ValueError, "expert_scales has shape"),
     BadCall({"check_ids": None}, TypeError, "check_ids is None"),
     BadCall({"activation": "relu"}, ValueError, "activation is 'relu'"),
-    BadCall({"activation": "situ", "activation_clamp": 7}, ValueError, "activation_clamp is 7.0; allowed with"),
+    BadCall({"activation": "situ", "activation_clamp": 7}, ValueError, "activation_clamp is 7; allowed with"),
+    BadCall({"num_experts": 2}, ValueError, "num_experts is 2; expected at least 3"),
+    BadCall({"x_gsf": torch.ones(1)}, ValueError, "x_gsf is given; allowed under"),
+    BadCall({"expert_map": torch.zeros(2, 2, dtype=torch.int32)}, ValueError, "expert_map has shape"),
+    BadCall({"activation_beta": torch.ones(E), "activation": "swigluoai"}, TypeError, "is a torch.Tensor"),
     BadCall({"activation_beta": 1.0}, ValueError, "activation_beta is 1.0; allowed with activation='swiglu': None"),
     BadCall({"moe_backend": "flashinfer_trtllm"}, megamoe.UnsupportedError, "no adapter to an installed flashinfer"),
 ]  # fmt: skip
@@ -295,23 +481,35 @@ def test_constructor(case: BadCall) -> None:
 
 
 def test_a_call_beyond_what_the_object_was_made_for() -> None:
-    arguments = _arguments(RECIPES["fp8xfp4"])
+    arguments = _arguments(DEEP_GEMM)
     x, ids, weights, output = (arguments[n] for n in ("hidden_states", "topk_ids", "topk_weights", "output"))
     moe = megamoe.MegaMoE(_prepared(), max_tokens=T - 1, top_k=K, moe_backend="reference")
     before = output.clone()  # type: ignore[attr-defined]
     with pytest.raises(ValueError, match=f"hidden_states has {T} tokens; allowed: at most max_tokens = {T - 1}"):
         moe(x, ids, weights, output)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=r"topk_ids has shape \(3, 1\); expected \[T, K\] = \(3, 2\)"):
+    with pytest.raises(ValueError, match=r"topk_ids has shape \(3, 1\); expected \[T, K\] = \(3, 3\)"):
         moe(x[:3], ids[:3, :1].contiguous(), weights[:3], output[:3])  # type: ignore[index]
     with pytest.raises(ValueError, match=f"token_counts is {T}; allowed: an int in 1..{T - 1}"):
         moe.warmup([1, T])
+    with pytest.raises(TypeError, match=r"token_counts is 5 \(int\); allowed: several token counts, such as"):
+        moe.warmup(5)  # type: ignore[arg-type]
     assert_bytes_equal(output, before, "output")  # type: ignore[arg-type]
 
 
 def _prepared() -> megamoe.MoEWeights:
-    arguments = _arguments(RECIPES["fp8xfp4"])
-    names = (*WEIGHTS, "mma_type")
+    arguments = _arguments(DEEP_GEMM)
+    names = (*WEIGHTS, "mma_type", "act_scale", "numerics")
     return megamoe.prepare_weights(**{name: arguments[name] for name in names})  # type: ignore[arg-type]
+
+
+def test_donated_weights_must_be_distinct() -> None:
+    arguments = {**vars(_layer(DEEP_GEMM).weights), "mma_type": "fp8xfp4"}
+    arguments["w13"] = arguments["w13"][:1].expand(E, -1, -1)
+    with pytest.raises(ValueError, match=r"^w13 has strides \(0, .*with donate=True its experts must not overlap"):
+        megamoe.prepare_weights(**arguments, donate=True)
+    with pytest.raises(TypeError, match="^donate is 1 "):
+        megamoe.prepare_weights(**arguments, donate=1)  # type: ignore[arg-type]
+    assert megamoe.prepare_weights(**arguments).num_experts == E
 
 
 QUANTIZE = [

@@ -221,8 +221,8 @@ def sm90_layout(*, num_experts: int, max_tokens: int, top_k: int, hidden: int, i
 def slice_buffer(layout: BufferLayout, buffer: torch.Tensor) -> dict[str, torch.Tensor]:
     """The views of `layout` by name, in upstream's order, over `buffer`: contiguous int8 [>= layout.nbytes].
 
-    `shared_l1_acts` is `x` itself. Views that a layout lacks (scales of BF16, everything shared where S = 0)
-    are empty int8 tensors on the CPU, as upstream's.
+    `shared_l1_acts` is `x` itself, shared experts or not. Views that a layout lacks (scales of BF16, everything else
+    shared where S = 0) are empty int8 tensors on the CPU, as upstream's.
     """
     if buffer.dtype != torch.int8:
         raise TypeError(f"buffer has dtype {buffer.dtype}; allowed: int8")
@@ -231,8 +231,7 @@ def slice_buffer(layout: BufferLayout, buffer: torch.Tensor) -> dict[str, torch.
     if buffer.numel() < layout.nbytes:
         raise ValueError(f"buffer has {buffer.numel()} bytes, the layout needs {layout.nbytes}")
     tensors = {region.name: region.of(buffer) for region in layout.regions}
-    if "shared_l2_acts" in tensors:
-        tensors["shared_l1_acts"] = tensors["x"]
+    tensors["shared_l1_acts"] = tensors["x"]
     return {name: tensors.get(name, torch.empty(0, dtype=torch.int8)) for name in layout.view_names}
 
 

@@ -84,6 +84,37 @@ def _as_interleaved(tensor: torch.Tensor, kind: str, dim: int) -> torch.Tensor:
 
 
 @triton.jit
+def is_up_row(n):
+    """1 where tile row n holds an up row, 0 where it holds a gate row; the same in both orders."""
+    return n // 8 % 2
+
+
+@triton.jit
+def intermediate_column(n, ORDER: tl.constexpr):
+    """Intermediate column that tile row n contributes to."""
+    if ORDER == "gran8":
+        return n // 16 * 8 + n % 8
+    else:
+        return n // 32 * 16 + n % 8 * 2 + n // 16 % 2
+
+
+@triton.jit
+def row_in_memory(n, INTERMEDIATE: tl.constexpr, ORDER: tl.constexpr, ROWS: tl.constexpr):
+    """Row of the weight that tile row n reads.
+
+    ROWS says how the weight lies: `tile`, already in tile order; `gate_up`, [gate; up]; `interleaved`, gate 0, up 0, …
+    Rows come in runs of 8 (16 bytes and more each), so that reading a plain weight costs no more than reading a
+    reordered one, and no second copy of it has to exist.
+    """
+    if ROWS == "tile":
+        return n
+    elif ROWS == "gate_up":
+        return intermediate_column(n, ORDER) + is_up_row(n) * INTERMEDIATE
+    else:
+        return intermediate_column(n, ORDER) * 2 + is_up_row(n)
+
+
+@triton.jit
 def split_gran8(acc, ROWS: tl.constexpr, COLS: tl.constexpr):
     """Accumulators [ROWS, COLS] of `gran8` weight rows -> (gate, up), each [ROWS, COLS // 2].
 

@@ -9,12 +9,13 @@ from importlib import import_module
 
 from megamoe.backends.base import Backend, LayerRequest, UnsupportedError
 
-_MODULES = {"triton": "megamoe.backends.triton", "reference": "megamoe.backends.reference"}
-PLANNED = {
-    "deep_gemm": "no adapter to an installed deep_gemm is built yet",
-    "flashinfer_trtllm": "no adapter to an installed flashinfer is built yet",
+_MODULES = {
+    "triton": "megamoe.backends.triton",
+    "reference": "megamoe.backends.reference",
+    "deep_gemm": "megamoe.backends.deep_gemm",
+    "flashinfer_trtllm": "megamoe.backends.flashinfer_trtllm",
 }
-NAMES = (*_MODULES, *PLANNED)
+NAMES = tuple(_MODULES)
 AUTO = "auto"
 # Never chosen by speed or numerics: all backends follow the recipe, so the first that can run is the one.
 AUTO_ORDER = ("triton", "reference")
@@ -22,8 +23,6 @@ AUTO_ORDER = ("triton", "reference")
 
 def unsupported_reason(name: str, request: LayerRequest) -> str | None:
     """Why the backend `name`, one of `NAMES`, cannot run `request` on this machine, or None."""
-    if name in PLANNED:
-        return PLANNED[name]
     return _backend(name).unsupported_reason(request)
 
 
@@ -32,7 +31,7 @@ def select(name: str, request: LayerRequest) -> Backend:
 
     Raises `ValueError` for an unknown name and `UnsupportedError` with every reason when none can.
     """
-    if name not in (*NAMES, AUTO):
+    if not isinstance(name, str) or name not in (*NAMES, AUTO):
         raise ValueError(f"moe_backend is {name!r}; allowed: {', '.join(map(repr, (*NAMES, AUTO)))}")
     reasons = []
     for candidate in AUTO_ORDER if name == AUTO else (name,):

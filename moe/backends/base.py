@@ -7,7 +7,8 @@ from typing import Protocol
 
 import torch
 
-from megamoe.debug import Stage
+from megamoe.debug import Routing, Stage
+from megamoe.parameters import LayerParameters
 from megamoe.plain_weights import PlainWeights
 from megamoe.spec import LayerSpec
 from megamoe.weights import MoEWeights
@@ -21,14 +22,12 @@ class UnsupportedError(NotImplementedError):
 class LayerRequest:
     """A layer without its numbers: everything a backend needs in order to accept or decline it.
 
-    `max_tokens` bounds the tokens of one call. `options` names the optional arguments in use that go beyond a
-    SwiGLU layer on one rank, as the caller wrote them ("w13_bias", "num_experts=9").
+    `max_tokens` bounds the tokens of one call.
     """
 
     spec: LayerSpec
     device: torch.device
     max_tokens: int
-    options: tuple[str, ...] = ()
 
 
 class Layer(Protocol):
@@ -42,6 +41,14 @@ class Layer(Protocol):
     def weight_bytes(self) -> int:
         """Bytes of the weights in the form this backend reads them."""
 
+    @property
+    def skipped_ids(self) -> int:
+        """Ids that the last call skipped because they name no expert of any rank; 0 before it. Waits for the GPU."""
+
+    @property
+    def weights(self) -> PlainWeights | MoEWeights:
+        """The weights in the form this backend reads them."""
+
     def __call__(
         self,
         hidden_states: torch.Tensor,
@@ -51,8 +58,8 @@ class Layer(Protocol):
     ) -> None:
         """Write the result of validated inputs, 1 <= T <= max_tokens rows, into `output` BF16 [T, H]."""
 
-    def stages(self, topk_ids: torch.Tensor) -> list[Stage]:
-        """NaN flags of the steps of the last call, in order; `topk_ids` [T, K] are that call's."""
+    def stages(self, routing: Routing) -> list[Stage]:
+        """NaN flags of the steps of the last call, in order; `routing` is that call's."""
 
 
 class Backend(Protocol):
@@ -67,21 +74,28 @@ class Backend(Protocol):
         self,
         request: LayerRequest,
         weights: PlainWeights | MoEWeights,
-        *,
-        expert_scales: torch.Tensor | None = None,
-        routed_scaling_factor: float = 1.0,
+        parameters: LayerParameters,
     ) -> Layer:
         """Set up a layer for a request it supports: weights in its own form, workspace allocated."""
 
 
 def layer_unsupported_reason(request: LayerRequest) -> str | None:
-    """What no backend serves yet, recipe by recipe and option by option."""
+    """What no backend serves yet."""
     spec = request.spec
-    if spec.traits.missing is not None:
-        return f"recipe {spec.recipe} {spec.traits.missing}"
-    if request.options:
-        option = request.options[0]
-        return f"{option} is not served yet: it comes with the issue “Every recipe and every option”"
     if spec.ep_size != 1:
         return f"ep_size={spec.ep_size} is not served yet: every rank must hold all experts"
     return None
+
+
+def named_tensors(weights: PlainWeights | MoEWeights) -> dict[str, torch.Tensor]:
+    """A layer's weights by the names of the public arguments, scales as the backend holds them."""
+    found: dict[str, torch.Tensor | None] = {}
+    if isinstance(weights, PlainWeights):
+        found.update((name, value) for name, value in vars(weights).items() if name != "w13_layout")
+    else:
+        parts = ("w13", "w13_scale", "w2", "w2_scale")
+        found.update(zip(parts, weights.routed))
+        found.update(zip((f"shared_{part}" for part in parts), weights.shared or ()))
+        names = ("l1_alphas", "l2_alphas", "l2_act_scales", "w13_bias", "w2_bias")
+        found.update((name, getattr(weights, name)) for name in names)
+    return {name: tensor for name, tensor in found.items() if tensor is not None}

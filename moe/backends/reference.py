@@ -5,9 +5,10 @@ from __future__ import annotations
 import torch
 
 from megamoe import debug
-from megamoe.backends.base import LayerRequest, layer_unsupported_reason
-from megamoe.debug import Stage, quantized_stage, row_stages
+from megamoe.backends.base import LayerRequest, layer_unsupported_reason, named_tensors
+from megamoe.debug import Routing, Stage, quantized_stage, row_stages
 from megamoe.oracle.reference import LayerTrace, moe_layer
+from megamoe.parameters import LayerParameters
 from megamoe.plain_weights import PlainWeights
 from megamoe.spec import LayerSpec
 from megamoe.weights import MoEWeights, to_plain
@@ -22,16 +23,11 @@ class ReferenceBackend:
         return layer_unsupported_reason(request)
 
     def open(
-        self,
-        request: LayerRequest,
-        weights: PlainWeights | MoEWeights,
-        *,
-        expert_scales: torch.Tensor | None = None,
-        routed_scaling_factor: float = 1.0,
+        self, request: LayerRequest, weights: PlainWeights | MoEWeights, parameters: LayerParameters
     ) -> ReferenceLayer:
         if isinstance(weights, MoEWeights):
             weights = to_plain(weights)
-        return ReferenceLayer(request.spec, weights, expert_scales, routed_scaling_factor)
+        return ReferenceLayer(request.spec, weights, parameters)
 
 
 class ReferenceLayer:
@@ -39,23 +35,19 @@ class ReferenceLayer:
 
     workspace_bytes = 0
 
-    def __init__(
-        self,
-        spec: LayerSpec,
-        weights: PlainWeights,
-        expert_scales: torch.Tensor | None,
-        routed_scaling_factor: float,
-    ) -> None:
+    def __init__(self, spec: LayerSpec, weights: PlainWeights, parameters: LayerParameters) -> None:
+        self.weights = weights
         self._spec = spec
-        self._weights = weights
-        self._expert_scales = expert_scales
-        self._routed_scaling_factor = routed_scaling_factor
+        self._parameters = parameters
         self._trace: LayerTrace | None = None
 
     @property
+    def skipped_ids(self) -> int:
+        return 0 if self._trace is None else self._trace.skipped
+
+    @property
     def weight_bytes(self) -> int:
-        tensors = (tensor for tensor in vars(self._weights).values() if tensor is not None)
-        return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+        return sum(tensor.numel() * tensor.element_size() for tensor in named_tensors(self.weights).values())
 
     def __call__(
         self,
@@ -68,38 +60,38 @@ class ReferenceLayer:
             hidden_states,
             topk_ids,
             topk_weights,
-            self._weights,
+            self.weights,
             self._spec,
-            expert_scales=self._expert_scales,
-            routed_scaling_factor=self._routed_scaling_factor,
+            parameters=self._parameters,
             full_trace=debug.enabled(),  # large
         )
         output.copy_(self._trace.y)
 
-    def stages(self, topk_ids: torch.Tensor) -> list[Stage]:
+    def stages(self, routing: Routing) -> list[Stage]:
         if self._trace is None:
             return []
         trace, spec = self._trace, self._spec
         t = spec.traits
-        tokens = torch.arange(topk_ids.shape[0], device=topk_ids.device)
+        tokens = torch.arange(len(routing.ids), device=routing.ids.device)
         slots = trace.valid.flatten().nonzero().flatten()
         stages = [quantized_stage("pre_dispatch", trace.x.q, trace.x.sf, t.act_scale_format, t.act_group, tokens)]
         if trace.routed is not None:
+            routed = trace.routed.take(slots)
             stages.append(
                 quantized_stage(
                     "gate_up",
-                    trace.routed.act_q.view(torch.uint8)[slots].view(trace.routed.act_q.dtype),
-                    trace.routed.act_sf[slots],
+                    routed.act_q,
+                    routed.act_sf,
                     t.mid_scale_format,
                     t.mid_group,
                     slots // spec.top_k,
-                    trace.ids.flatten()[slots],
+                    routing.ids.flatten()[slots],
                 )
             )
         if trace.shared is not None:
             shared = trace.shared.act_q, trace.shared.act_sf
             stages.append(quantized_stage("shared gate_up", *shared, t.mid_scale_format, t.mid_group, tokens))
-        return [*stages, *row_stages(trace.rows, topk_ids, spec.num_experts)]
+        return [*stages, *row_stages(trace.rows, routing)]
 
 
 BACKEND = ReferenceBackend()

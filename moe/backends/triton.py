@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import os
+from typing import TYPE_CHECKING
 
 import torch
 
-from megamoe.backends.base import LayerRequest, layer_unsupported_reason
-from megamoe.debug import Stage, quantized_stage, row_stages
-from megamoe.kernels.config import INTERPRETER, choose_config, illegal_reason
+from megamoe.backends.base import Layer, LayerRequest, layer_unsupported_reason
+from megamoe.debug import Routing, Stage, quantized_stage, row_stages
+from megamoe.kernels.config import INTERPRETER, LayerConfig, choose_config, illegal_reason
 from megamoe.oracle import interpreter
+from megamoe.parameters import LayerParameters
 from megamoe.plain_weights import PlainWeights
+from megamoe.spec import LayerSpec
 from megamoe.weights import MoEWeights, prepare
+
+if TYPE_CHECKING:
+    from megamoe.workspace import Workspace
 
 CAPABILITIES = (9, 10, 12)
 
@@ -23,47 +29,36 @@ class TritonBackend:
         reason = layer_unsupported_reason(request) or device_unsupported_reason(request.device)
         if reason is not None:
             return reason
-        from megamoe.kernels.pre_dispatch import MAX_HIDDEN
+        return kernels_unsupported_reason(request.spec, architecture(request.device), request.max_tokens) or (
+            memory_unsupported_reason(request)
+        )
 
-        if request.spec.hidden > MAX_HIDDEN:
-            return f"hidden={request.spec.hidden} is more than the pre-dispatch serves, {MAX_HIDDEN}"
-        arch = architecture(request.device)
-        config = choose_config(request.spec, arch, request.max_tokens)
-        return illegal_reason(config, request.spec, arch)
-
-    def open(
-        self,
-        request: LayerRequest,
-        weights: PlainWeights | MoEWeights,
-        *,
-        expert_scales: torch.Tensor | None = None,
-        routed_scaling_factor: float = 1.0,
-    ) -> TritonLayer:
+    def open(self, request: LayerRequest, weights: PlainWeights | MoEWeights, parameters: LayerParameters) -> Layer:
         if isinstance(weights, PlainWeights):
             weights = prepare(weights, request.spec.recipe)
-        return TritonLayer(request, weights, expert_scales, routed_scaling_factor)
+        if architecture(request.device) == 90:
+            # Not at the top: it loads Gluon, which the interpreter has no use for.
+            from megamoe.backends.hopper import HopperLayer, hopper_unsupported_reason
+
+            if hopper_unsupported_reason(request, weights, parameters) is None:
+                return HopperLayer(request, weights, parameters)
+        return TritonLayer(request, weights, parameters)
 
 
 class TritonLayer:
     """Prepared weights and the workspace that every call reuses."""
 
-    def __init__(
-        self,
-        request: LayerRequest,
-        weights: MoEWeights,
-        expert_scales: torch.Tensor | None,
-        routed_scaling_factor: float,
-    ) -> None:
-        # Not at the top: `auto` and `doctor` ask about this backend without loading a kernel.
-        from megamoe.workspace import Workspace
-
+    def __init__(self, request: LayerRequest, weights: MoEWeights, parameters: LayerParameters) -> None:
+        self.weights = weights
         self._spec = request.spec
-        self._weights = weights
-        self._expert_scales = expert_scales
-        self._routed_scaling_factor = routed_scaling_factor
+        self._parameters = parameters
         self._arch = architecture(request.device)
-        smallest = choose_config(request.spec, self._arch, 1).block_m  # tiles only grow with the tokens
-        self._workspace = Workspace.allocate(request.spec, request.max_tokens, request.device, min_block_m=smallest)
+        self._workspace = allocate_workspace(request, request.device)
+        self._workspace.plan.skipped.zero_()  # no call yet
+
+    @property
+    def skipped_ids(self) -> int:
+        return int(self._workspace.plan.skipped)
 
     @property
     def workspace_bytes(self) -> int:
@@ -71,7 +66,7 @@ class TritonLayer:
 
     @property
     def weight_bytes(self) -> int:
-        return self._weights.nbytes
+        return self.weights.nbytes
 
     def __call__(
         self,
@@ -88,35 +83,98 @@ class TritonLayer:
             topk_weights,
             output,
             ws=self._workspace,
-            weights=self._weights,
+            weights=self.weights,
             spec=self._spec,
             config=choose_config(self._spec, self._arch, hidden_states.shape[0]),
-            expert_scales=self._expert_scales,
-            routed_scaling_factor=self._routed_scaling_factor,
+            parameters=self._parameters,
         )
 
-    def stages(self, topk_ids: torch.Tensor) -> list[Stage]:
+    def stages(self, routing: Routing) -> list[Stage]:
         ws, spec = self._workspace, self._spec
-        t, n = spec.traits, topk_ids.shape[0]
-        tokens = torch.arange(n, device=topk_ids.device)
+        t, n = spec.traits, len(routing.ids)
+        tokens = torch.arange(n, device=routing.ids.device)
         # GEMM 1 writes in permuted order: row r belongs to slot sorted_slots[r].
         slots = ws.plan.sorted_slots[: int(ws.plan.expert_offsets[-1])].long()
+        x_sf = None if ws.x_sf is None else ws.x_sf[:n]
+        act_sf = None if ws.act_sf is None else ws.act_sf[: len(slots)]
         stages = [
-            quantized_stage("pre_dispatch", ws.x_q[:n], ws.x_sf[:n], t.act_scale_format, t.act_group, tokens),
+            quantized_stage("pre_dispatch", ws.x_q[:n], x_sf, t.act_scale_format, t.act_group, tokens),
             quantized_stage(
                 "gate_up",
                 ws.act_q[: len(slots)],
-                ws.act_sf[: len(slots)],
+                act_sf,
                 t.mid_scale_format,
                 t.mid_group,
                 slots // spec.top_k,
-                topk_ids.flatten()[slots].long(),
+                routing.ids.flatten()[slots],
             ),
         ]
-        if ws.shared_act_q is not None and ws.shared_act_sf is not None:
-            shared = ws.shared_act_q[:n], ws.shared_act_sf[:n]
+        if ws.shared_act_q is not None:
+            shared_sf = None if ws.shared_act_sf is None else ws.shared_act_sf[:n]
+            shared = ws.shared_act_q[:n], shared_sf
             stages.append(quantized_stage("shared gate_up", *shared, t.mid_scale_format, t.mid_group, tokens))
-        return [*stages, *row_stages(ws.rows[:n], topk_ids, spec.num_experts)]
+        return [*stages, *row_stages(ws.rows[:n], routing)]
+
+
+def kernels_unsupported_reason(spec: LayerSpec, arch: int, max_tokens: int) -> str | None:
+    """Why no kernel runs `spec` on `arch` with up to `max_tokens` tokens, or None; asks for no device."""
+    # Not at the top: `auto` and `doctor` ask about this backend without loading a kernel.
+    from megamoe.kernels.pre_dispatch import MAX_HIDDEN
+    from megamoe.kernels.routing import MAX_SLOTS
+
+    if spec.hidden > MAX_HIDDEN:
+        return f"hidden={spec.hidden} is more than the pre-dispatch serves, {MAX_HIDDEN}"
+    if max_tokens * spec.top_k > MAX_SLOTS:
+        return f"max_tokens={max_tokens} with top_k={spec.top_k} makes more slots than routing numbers, {MAX_SLOTS}"
+    for config in configs(spec, arch, max_tokens):
+        reason = illegal_reason(config, spec, arch)
+        if reason is not None:
+            return reason
+    return None
+
+
+def configs(spec: LayerSpec, arch: int, max_tokens: int) -> list[LayerConfig]:
+    """Every configuration that `choose_config` picks for 1…`max_tokens` tokens.
+
+    The choice only moves one way as tokens grow, so that equal ends mean one choice in between.
+    """
+
+    def between(low: int, first: LayerConfig, high: int, last: LayerConfig) -> list[LayerConfig]:
+        if first == last or high - low == 1:
+            return []
+        middle = (low + high) // 2
+        chosen = choose_config(spec, arch, middle)
+        return [*between(low, first, middle, chosen), chosen, *between(middle, chosen, high, last)]
+
+    first, last = choose_config(spec, arch, 1), choose_config(spec, arch, max_tokens)
+    return list(dict.fromkeys([first, *between(1, first, max_tokens, last), last]))
+
+
+def allocate_workspace(request: LayerRequest, device: torch.device) -> Workspace:
+    """The workspace of a layer of `request`, on `device`; on "meta" it takes no memory."""
+    from megamoe.workspace import Workspace
+
+    smallest = min(c.block_m for c in configs(request.spec, architecture(request.device), request.max_tokens))
+    return Workspace.allocate(request.spec, request.max_tokens, device, min_block_m=smallest)
+
+
+def device_memory(device: torch.device) -> int:
+    """Bytes of memory that `device` has, free or not."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def memory_unsupported_reason(request: LayerRequest) -> str | None:
+    """Why the device can't hold the workspace of `request`, whatever else is on it, or None."""
+    needed = allocate_workspace(request, torch.device("meta")).nbytes
+    present = device_memory(request.device)
+    if needed <= present:
+        return None
+    return (
+        f"max_tokens={request.max_tokens} needs a workspace of {needed / 2**30:.1f} GiB; {request.device} has "
+        f"{present / 2**30:.1f} GiB in all"
+    )
 
 
 def device_unsupported_reason(device: torch.device) -> str | None:

@@ -9,9 +9,13 @@ import click
 import megamoe
 
 _COMMANDS = {
+    "bench": "megamoe.cli.bench:bench",
+    "check": "megamoe.cli.check:check",
     "codegen": "megamoe.cli.codegen:codegen",
+    "compare": "megamoe.cli.compare:compare",
     "demo": "megamoe.cli.demo:demo",
     "doctor": "megamoe.cli.doctor:doctor",
+    "report": "megamoe.cli.report:report",
 }
 
 

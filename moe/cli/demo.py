@@ -84,7 +84,7 @@ def demo(name: str | None, tokens: int | None) -> None:
     console.print(f"{shape}; random weights, clamp {shape.clamp:g}\n")
     with warnings.catch_warnings():
         # NumPy notices that exp(-gate) overflows in a sigmoid of 0; a GPU does not.
-        warnings.filterwarnings("ignore", "overflow encountered in exp", RuntimeWarning)
+        warnings.filterwarnings("ignore", "overflow encountered in exp|divide by zero encountered", RuntimeWarning)
         with console.status("") as status:
             rows, declined = run_layers(shape, device, status.update)
     console.print(_table(rows))

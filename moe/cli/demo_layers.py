@@ -13,8 +13,9 @@ from megamoe.cli.demo import Row, Shape
 from megamoe.cli.measure import count_launches, graph_microseconds, timed
 from megamoe.oracle.exact_sum import exact_sum_layer
 from megamoe.oracle.metrics import LIMITS, check, compare
+from megamoe.oracle.public_arguments import layer_arguments, weight_arguments
 from megamoe.oracle.random_layers import Layer, random_layer
-from megamoe.recipe import SERVED, Recipe
+from megamoe.recipe import ALL_RECIPES, Recipe
 
 # Every sum of these inputs is exact, so any order of adding gives the same bits. Small: size adds nothing.
 _EXACT = Shape(tokens=6, hidden=128, intermediate=128, num_experts=3, top_k=2)
@@ -26,14 +27,14 @@ def run_layers(
     """The table's rows, and for every (backend, reason) the recipes it declined."""
     rows: list[Row] = []
     declined: dict[tuple[str, str], list[str]] = {}
-    for recipe in SERVED:
+    for recipe in ALL_RECIPES:
         progress(f"{recipe}: making a layer")
         layer = random_layer(recipe, activation_clamp=shape.clamp, device=device, **shape.sizes)
         request = LayerRequest(layer.spec, device, shape.tokens)
         for backend in sorted(NAMES, key=lambda name: name != "reference"):  # the judge first
             reason = unsupported_reason(backend, request)
             if reason is not None:
-                declined.setdefault((backend, reason), []).append(recipe.mma_type)
+                declined.setdefault((backend, reason), []).append(str(recipe))
                 continue
             progress(f"{recipe}: {backend}")
             if backend == "reference":
@@ -78,11 +79,9 @@ def _exact_sums_agree(recipe: Recipe, backend: str, device: torch.device) -> boo
 
 def _prepared_call(layer: Layer, backend: str) -> Callable[[], torch.Tensor]:
     """A call of `layer` on `backend` through the public API, warm where there is something to compile."""
-    spec, recipe, tokens = layer.spec, layer.spec.recipe, len(layer.x)
-    prepared = megamoe.prepare_weights(
-        **vars(layer.weights), mma_type=recipe.mma_type, act_scale=recipe.act_scale, numerics=recipe.numerics
-    )
-    moe = megamoe.MegaMoE(prepared, tokens, spec.top_k, activation_clamp=spec.activation_clamp, moe_backend=backend)
+    tokens = len(layer.x)
+    prepared = megamoe.prepare_weights(**weight_arguments(layer))
+    moe = megamoe.MegaMoE(prepared, tokens, layer.spec.top_k, moe_backend=backend, **layer_arguments(layer))
     if layer.x.is_cuda:
         moe.warmup([tokens])
     return lambda: moe(layer.x, layer.topk_ids, layer.topk_weights)

@@ -7,27 +7,43 @@ from megamoe.kernels.config import SHARED_MEMORY
 
 TMEM_COLUMNS = 512
 GEMMS = ("gate_up", "down")
-# The MMA that each recipe must reach, and no other: Blackwell's own block scales, SM90's exact BF16 and its FP8.
-MMA = {
-    90: {
-        "fp8xfp4": "wgmma bf16.bf16",
-        "mxf4xmxf4": "wgmma bf16.bf16",
-        "nvfp4xnvfp4": "wgmma bf16.bf16",
-        "fp8xfp8": "wgmma e4m3.e4m3",
-    },
-    100: {
-        "fp8xfp4": "tcgen05.mma kind::mxf8f6f4 block_scale",
-        "mxf4xmxf4": "tcgen05.mma kind::mxf4 block_scale",
-        "nvfp4xnvfp4": "tcgen05.mma kind::mxf4nvf4 block_scale",
-        "fp8xfp8": "tcgen05.mma kind::f8f6f4",
-    },
-    120: {
-        "fp8xfp4": "mma.sync kind::mxf8f6f4 block_scale e4m3.e4m3.ue8m0",
-        "mxf4xmxf4": "mma.sync kind::mxf4nvf4 block_scale e2m1.e2m1.ue8m0",
-        "nvfp4xnvfp4": "mma.sync kind::mxf4nvf4 block_scale e2m1.e2m1.ue4m3",
-        "fp8xfp8": "mma.sync e4m3.e4m3",
-    },
+BF16 = {90: "wgmma bf16.bf16", 100: "tcgen05.mma kind::f16", 120: "mma.sync bf16.bf16"}
+FP8 = {90: "wgmma e4m3.e4m3", 100: "tcgen05.mma kind::f8f6f4", 120: "mma.sync e4m3.e4m3"}
+MXFP8 = {
+    90: BF16[90],
+    100: "tcgen05.mma kind::mxf8f6f4 block_scale",
+    120: "mma.sync kind::mxf8f6f4 block_scale e4m3.e4m3.ue8m0",
 }
+MXFP4 = {
+    90: BF16[90],
+    100: "tcgen05.mma kind::mxf4 block_scale",
+    120: "mma.sync kind::mxf4nvf4 block_scale e2m1.e2m1.ue8m0",
+}
+NVFP4 = {
+    90: BF16[90],
+    100: "tcgen05.mma kind::mxf4nvf4 block_scale",
+    120: "mma.sync kind::mxf4nvf4 block_scale e2m1.e2m1.ue4m3",
+}
+# The MMAs that each recipe must reach, and no others: Blackwell's own block scales, SM90's exact BF16 and its FP8.
+# Beside fp32-scaled activations MXFP4 experts decode to BF16 and a dense shared expert, E4M3, does not.
+MMA = {
+    "fp8xfp4": (MXFP8,),
+    "fp8xfp4/block128": (BF16, FP8),
+    "fp8xfp4/token": (BF16, FP8),
+    "mxf4xmxf4": (MXFP4,),
+    "nvfp4xnvfp4": (NVFP4,),
+    "fp8xfp8": (FP8,),
+    "mxfp8xmxfp8": (MXFP8,),
+    "bf16xbf16": (BF16,),
+    "bf16xfp4": (BF16,),
+}
+
+
+def expected_mma(recipe: str, arch: int) -> list[str]:
+    """The MMAs of a `mma_type/act_scale/numerics`, sorted; none for what is no recipe."""
+    mma_type, _, rest = recipe.partition("/")
+    kinds = MMA.get(f"{mma_type}/{rest.partition('/')[0]}") or MMA.get(mma_type, ())
+    return sorted(kind[arch] for kind in kinds)
 
 
 def violations(report: Report, *, arch: int, kernel: str, recipe: str, contract: frozenset[str]) -> list[str]:
@@ -50,7 +66,7 @@ def violations(report: Report, *, arch: int, kernel: str, recipe: str, contract:
     divisions, exponentials = report.inexact.get("div.full", 0), report.inexact.get("ex2.approx", 0)
     if contract >= {"div.full", "ex2.approx"} and divisions > exponentials:
         found.append(f"{divisions} × div.full for {exponentials} × ex2.approx: not every division is a sigmoid's")
-    expected = MMA[arch].get(recipe.split("/")[0])
-    if kernel in GEMMS and expected is not None and report.mma != [expected]:
-        found.append(f"MMA is {', '.join(report.mma) or 'none'}; {recipe} needs {expected}")
+    expected = expected_mma(recipe, arch)
+    if kernel in GEMMS and expected and sorted(report.mma) != expected:
+        found.append(f"MMA is {', '.join(report.mma) or 'none'}; {recipe} needs {', '.join(expected)}")
     return found

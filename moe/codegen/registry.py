@@ -42,5 +42,5 @@ def _modules(source: str) -> Iterator[ModuleType]:
         yield sys.modules[name]
         return
     package = importlib.import_module(source)
-    for info in pkgutil.iter_modules(package.__path__):
-        yield importlib.import_module(f"{source}.{info.name}")
+    for info in pkgutil.walk_packages(package.__path__, f"{source}."):
+        yield importlib.import_module(info.name)

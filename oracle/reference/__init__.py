@@ -1,16 +1,19 @@
 """The reference: a MoE layer in plain torch that reads as the specification and judges the kernels.
 
-`quantizers` holds every step that makes bytes, `layer` the arithmetic between them, `summation` the sums that
-kernels may form. Runs on CPU and CUDA.
+`quantizers` holds every step that makes bytes, `ids` what becomes of the routing, `gemm`, `activation` and `layer` the
+arithmetic between them, `experts` where an expert's tensors lie, `summation` the sums that kernels may form. Runs on
+CPU and CUDA.
 """
 
+from megamoe.oracle.reference.activation import activate
+from megamoe.oracle.reference.experts import Expert, dense_shared_expert, shared_tensors, slot_expert
+from megamoe.oracle.reference.gemm import Matrix, gemm
+from megamoe.oracle.reference.ids import INVALID_ID, local_ids, slot_weights
 from megamoe.oracle.reference.layer import (
     LayerTrace,
     Stages,
-    activate,
     combine,
     moe_layer,
-    shared_tensors,
     slots_by_expert,
 )
 from megamoe.oracle.reference.quantizers import (
@@ -38,19 +41,25 @@ from megamoe.oracle.reference.summation import (
 )
 
 __all__ = [
+    "INVALID_ID",
     "BlockFormat",
+    "Expert",
     "LayerTrace",
     "Matmul",
+    "Matrix",
     "PreDispatched",
     "Quantized",
     "Stages",
     "act_format",
     "activate",
     "combine",
+    "dense_shared_expert",
     "dequantize_act",
     "dequantize_weight",
     "expand_scales",
+    "gemm",
     "kind_of",
+    "local_ids",
     "matmul_fp8_wgmma",
     "matmul_fp32",
     "matmul_fp64",
@@ -62,6 +71,8 @@ __all__ = [
     "requantize",
     "shared_tensors",
     "shared_weight_format",
+    "slot_expert",
+    "slot_weights",
     "slots_by_expert",
     "weight_format",
 ]
