@@ -1,0 +1,89 @@
+"""What becomes of a warpgroup's accumulators: gate/up to quantized intermediate, or rows of the down projection.
+
+A tile's accumulators are transposed: weight rows × tokens. Rows g and g + 8 of 16 belong to one thread, and are gate
+and up in GEMM 1, output columns 2g and 2g + 1 in GEMM 2.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+
+@gluon.jit
+def _scaled(acc, row_scale, token_scale, row0, m0, rows, BM: gl.constexpr, PER_TOKEN: gl.constexpr):
+    """Accumulators [64, BM] times the weight rows' factors and, where they have not met it yet, the tokens' scales."""
+    LAYOUT: gl.constexpr = acc.type.layout
+    acc = acc * gl.convert_layout(row_scale, gl.SliceLayout(1, LAYOUT)).expand_dims(1)
+    if PER_TOKEN:
+        m = m0 + gl.arange(0, BM, gl.SliceLayout(0, LAYOUT))
+        acc = acc * gl.load(token_scale + row0 + m, mask=m < rows, other=0.0).expand_dims(0)
+    return acc
+
+
+@gluon.jit
+def activated(
+    acc, row_scale, token_scale, row_weight, row0, m0, rows, clamp, alpha, beta,
+    BM: gl.constexpr, PER_TOKEN: gl.constexpr, ACTIVATION: gl.constexpr, HAS_CLAMP: gl.constexpr,
+):  # fmt: skip
+    """fp32 [32, BM]: the activation of 32 gate and 32 up rows times the top-k weights; SM90's rules, fp32
+    throughout."""
+    acc = _scaled(acc, row_scale, token_scale, row0, m0, rows, BM, PER_TOKEN)
+    gate, up = acc.reshape([4, 2, 8, BM]).permute([0, 2, 3, 1]).split()
+    if HAS_CLAMP:
+        lowest = clamp * -1.0
+        gate = gl.where(gate <= clamp, gate, clamp)
+        up = gl.where(up < lowest, lowest, up)
+        up = gl.where(up <= clamp, up, clamp)
+    if ACTIVATION == "swigluoai":
+        sigmoid = 1.0 / (1.0 + gl.exp(-(alpha * gate)))
+        up = up + beta
+    else:
+        sigmoid = 1.0 / (1.0 + gl.exp(-gate))
+    act = (gate * sigmoid * up).reshape([32, BM])
+    m = m0 + gl.arange(0, BM, gl.SliceLayout(0, act.type.layout))
+    return act * gl.load(row_weight + row0 + m, mask=m < rows, other=0.0).expand_dims(0)
+
+
+@gluon.jit
+def column_amax(act):
+    """Largest magnitude per token of [32, BM]."""
+    return gl.max(gl.abs(act), axis=0)
+
+
+@gluon.jit
+def store_quantized(
+    act, amax, out, out_scale, row0, m0, rows, block, capacity,
+    GROUP: gl.constexpr, WIDTH: gl.constexpr, BM: gl.constexpr, WRITE_SCALE: gl.constexpr,
+):  # fmt: skip
+    """E4M3 with one fp32 scale per 128 columns: floor 1e-10, times fl(1/448), IEEE reciprocal.
+
+    `act` [32, BM] are the columns of scale group GROUP of `block`; they go where `weights.k_order` puts them. `out`
+    [capacity, WIDTH], `out_scale` [WIDTH/128, capacity].
+    """
+    LAYOUT: gl.constexpr = act.type.layout
+    scale = gl.maximum(amax, 1e-10) * (1.0 / 448.0)
+    inverse = gl.div_rn(gl.full([BM], 1.0, gl.float32, amax.type.layout), scale)
+    values = (act * inverse.expand_dims(0)).to(gl.float8e4nv).to(gl.uint8, bitcast=True)
+    column = gl.arange(0, 32, gl.SliceLayout(1, LAYOUT))
+    position = block * 128 + column // 8 * 32 + column // 4 % 2 * 16 + GROUP * 4 + column % 4
+    m = m0 + gl.arange(0, BM, gl.SliceLayout(0, LAYOUT))
+    offset = (row0 + m).to(gl.int64).expand_dims(0) * WIDTH + position.expand_dims(1)
+    gl.store(out + offset, values, mask=(m < rows).expand_dims(0))
+    if WRITE_SCALE:
+        gl.store(out_scale + block * capacity + row0 + m, scale, mask=m < rows)
+
+
+@gluon.jit
+def store_rows(acc, row_scale, row_slots, out, row0, m0, rows, n0, WIDTH: gl.constexpr, BM: gl.constexpr):
+    """BF16 rows of the slots, two neighbouring columns at a time; `out` int32 [slots, WIDTH/2]."""
+    acc = _scaled(acc, row_scale, row_scale, row0, m0, rows, BM, False)
+    even, odd = acc.reshape([4, 2, 8, BM]).permute([0, 2, 3, 1]).split()
+    pairs = gl.inline_asm_elementwise(
+        "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", [even, odd], dtype=gl.int32, is_pure=True, pack=1
+    )
+    LAYOUT: gl.constexpr = pairs.type.layout
+    warp = gl.arange(0, 4, gl.SliceLayout(1, gl.SliceLayout(2, LAYOUT))).expand_dims(1).expand_dims(2)
+    lane = gl.arange(0, 8, gl.SliceLayout(0, gl.SliceLayout(2, LAYOUT))).expand_dims(0).expand_dims(2)
+    m = m0 + gl.arange(0, BM, gl.SliceLayout(0, gl.SliceLayout(1, LAYOUT)))
+    slot = gl.load(row_slots + row0 + m, mask=m < rows, other=0).to(gl.int64)
+    offset = slot.expand_dims(0).expand_dims(1) * (WIDTH // 2) + n0 // 2 + warp * 8 + lane
+    gl.store(out + offset, pairs, mask=(m < rows).expand_dims(0).expand_dims(1))

@@ -1,0 +1,223 @@
+"""A MXFP4 × FP8 layer on SM90: plan, scatter, two GEMMs, combine; five launches, no host sync, no allocation."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+import torch
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from megamoe import profile
+from megamoe.kernels.combine import combine
+from megamoe.kernels.hopper.config import ROW_ALIGN, TILES, HopperTile, choose_tile
+from megamoe.kernels.hopper.expert_gemm import hopper_down_kernel, hopper_gate_up_kernel
+from megamoe.kernels.hopper.scatter import scatter
+from megamoe.kernels.hopper.weights import HopperMatrix, from_hopper, to_hopper
+from megamoe.kernels.layouts.gate_up import deinterleave_gate_up
+from megamoe.kernels.operands import weight_bytes
+from megamoe.kernels.routing import RoutingPlan, allocate_plan, build_plan, max_rows, max_tiles
+from megamoe.parameters import LayerParameters
+from megamoe.plain_weights import PlainWeights
+from megamoe.spec import LayerSpec
+from megamoe.weights import MoEWeights, plain_scales
+
+_SWIZZLED_128 = gl.NVMMASharedLayout(128, 8, 2)
+_SWIZZLED_32 = gl.NVMMASharedLayout(32, 8, 2)
+_PLAIN_FP32 = gl.NVMMASharedLayout(0, 32, 2)
+_CAPACITY_ALIGN = 256  # the widest box of scales; no tensor is narrower than a box
+
+
+@dataclass(frozen=True)
+class HopperWeights:
+    """w13 with gate and up interleaved by eights; w2 with rows 2g and 2g + 1 of each 16 at g and g + 8."""
+
+    w13: HopperMatrix
+    w2: HopperMatrix
+
+    @property
+    def nbytes(self) -> int:
+        return self.w13.nbytes + self.w2.nbytes
+
+
+def prepare_hopper(weights: MoEWeights) -> HopperWeights:
+    """Prepared MXFP4 weights (`MoEWeights`, rows in tile order) in this tier's tiles.
+
+    `ValueError` where a row's scales span too much (`to_hopper`).
+    """
+    w13_scale, w2_scale = plain_scales(weights)
+    w13, w2 = weight_bytes(weights.routed.w13), weight_bytes(weights.routed.w2)
+    return HopperWeights(to_hopper(w13, w13_scale), to_hopper(w2, w2_scale, pair_columns=True))
+
+
+def plain_weights(weights: HopperWeights) -> PlainWeights:
+    """The inverse: [gate; up] rows and row-major scales."""
+    w13, w13_scale = (deinterleave_gate_up(t, "gran8") for t in from_hopper(weights.w13))
+    return PlainWeights(w13, w13_scale, *from_hopper(weights.w2, pair_columns=True))
+
+
+@dataclass(frozen=True)
+class HopperWorkspace:
+    """Buffers for up to `max_tokens` tokens; rows that hold no slot hold anything.
+
+    q E4M3 [C, H] and act E4M3 [C, I], permuted rows in `weights.k_order`; scale fp32 [C] or [H/128, C]; act_scale fp32
+    [I/128, C]; row_weight fp32 [C]; packed_tiles int32 as the plan's tiles, without holes, and their number; rows BF16
+    [T, K, H].
+    """
+
+    plan: RoutingPlan
+    packed_tiles: torch.Tensor
+    tile_count: torch.Tensor
+    q: torch.Tensor
+    scale: torch.Tensor
+    row_weight: torch.Tensor
+    act: torch.Tensor
+    act_scale: torch.Tensor
+    rows: torch.Tensor
+
+    @classmethod
+    def allocate(cls, spec: LayerSpec, max_tokens: int, device: torch.device | str) -> HopperWorkspace:
+        slots, experts = max_tokens * spec.top_k, spec.num_local_experts
+        smallest = min(tile.block_m for _, tile in TILES)
+        plan = allocate_plan(max_tokens, spec.top_k, experts, smallest, device, row_align=ROW_ALIGN)
+        capacity = -(-max_rows(slots, experts, ROW_ALIGN) // _CAPACITY_ALIGN) * _CAPACITY_ALIGN
+
+        def new(dtype: torch.dtype, *shape: int) -> torch.Tensor:
+            return torch.empty(shape, dtype=dtype, device=device)
+
+        blocks = () if spec.recipe.act_scale == "token" else (spec.hidden // 128,)
+        return cls(
+            plan=plan,
+            packed_tiles=torch.empty_like(plan.tiles),
+            tile_count=new(torch.int32, 1),
+            q=new(torch.float8_e4m3fn, capacity, spec.hidden),
+            scale=new(torch.float32, *blocks, capacity),
+            row_weight=new(torch.float32, capacity),
+            act=new(torch.float8_e4m3fn, capacity, spec.intermediate),
+            act_scale=new(torch.float32, spec.intermediate // 128, capacity),
+            rows=new(torch.bfloat16, max_tokens, spec.top_k, spec.hidden),
+        )
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Every tensor by name, the plan's under `plan.<name>`."""
+        found = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "plan"}
+        plan = {f"plan.{f.name}": getattr(self.plan, f.name) for f in fields(self.plan)}
+        return found | {name: value for name, value in plan.items() if isinstance(value, torch.Tensor)}
+
+    @property
+    def nbytes(self) -> int:
+        return sum(tensor.numel() * tensor.element_size() for tensor in self.tensors().values())
+
+
+def run_hopper_layer(
+    hidden_states: torch.Tensor,
+    topk_ids: torch.Tensor,
+    topk_weights: torch.Tensor,
+    output: torch.Tensor,
+    *,
+    ws: HopperWorkspace,
+    weights: HopperWeights,
+    spec: LayerSpec,
+    parameters: LayerParameters,
+    tile: HopperTile | None = None,
+) -> None:
+    """output [T, H] BF16 = the layer of `hidden_states`; arguments must be validated and `config.unsupported_reason`
+    None. `tile` None: the heuristic's."""
+    num_tokens = hidden_states.shape[0]
+    if num_tokens == 0:
+        return
+    tile = tile or choose_tile(spec, num_tokens)
+    plan_routing(topk_ids, ws, spec, tile)
+    run_planned(
+        hidden_states, topk_ids, topk_weights, output,
+        ws=ws, weights=weights, spec=spec, parameters=parameters, tile=tile,
+    )  # fmt: skip
+
+
+def plan_routing(topk_ids: torch.Tensor, ws: HopperWorkspace, spec: LayerSpec, tile: HopperTile) -> None:
+    """The first launch: where each slot's row goes, and the tiles of `tile`'s size."""
+    with profile.stage("routing"):
+        build_plan(topk_ids, ws.plan, num_experts=spec.num_local_experts, block_m=tile.block_m)
+
+
+def run_planned(
+    hidden_states: torch.Tensor,
+    topk_ids: torch.Tensor,
+    topk_weights: torch.Tensor,
+    output: torch.Tensor,
+    *,
+    ws: HopperWorkspace,
+    weights: HopperWeights,
+    spec: LayerSpec,
+    parameters: LayerParameters,
+    tile: HopperTile,
+) -> None:
+    """The four launches behind `plan_routing`."""
+    num_tokens = hidden_states.shape[0]
+    with profile.stage("pre_dispatch"):
+        scatter(
+            hidden_states, topk_ids, topk_weights, ws.plan,
+            num_tiles=max_tiles(topk_ids.numel(), spec.num_local_experts, tile.block_m),
+            q=ws.q, scale=ws.scale, row_weight=ws.row_weight,
+            packed_tiles=ws.packed_tiles, tile_count=ws.tile_count,
+            expert_scales=parameters.expert_scales, routed_scaling_factor=parameters.routed_scaling_factor,
+        )  # fmt: skip
+    with profile.stage("gate_up"):
+        gate_up(ws, weights.w13, spec, tile, num_tokens)
+    with profile.stage("down"):
+        down(ws, weights.w2, spec, tile, num_tokens)
+    with profile.stage("combine"):
+        combine(ws.rows[:num_tokens], topk_ids, output, num_experts=spec.num_local_experts, shared=False)
+
+
+def gate_up(ws: HopperWorkspace, matrix: HopperMatrix, spec: LayerSpec, tile: HopperTile, num_tokens: int) -> None:
+    """GEMM 1 of the scattered tokens into `ws.act` and `ws.act_scale`."""
+    per_token = spec.recipe.act_scale == "token"
+    clamp = spec.activation_clamp
+    with torch.cuda.device_of(ws.q):
+        hopper_gate_up_kernel[(_programs(ws.q, spec, tile, num_tokens, spec.intermediate // 128),)](
+            *_descriptors(ws.q, matrix, ws.act_scale if per_token else ws.scale, tile),
+            ws.packed_tiles, ws.tile_count, matrix.row_scale, ws.scale, ws.row_weight,
+            ws.act.view(torch.uint8), ws.act_scale, ws.q.shape[0],
+            0.0 if clamp is None else clamp, spec.alpha, spec.beta,
+            H=spec.hidden, I=spec.intermediate, **_constexprs(tile),
+            PER_TOKEN=per_token, ACTIVATION=spec.activation, HAS_CLAMP=clamp is not None, **_launch_options(tile),
+        )  # fmt: skip
+
+
+def down(ws: HopperWorkspace, matrix: HopperMatrix, spec: LayerSpec, tile: HopperTile, num_tokens: int) -> None:
+    """GEMM 2 of `ws.act` into the slots' rows."""
+    with torch.cuda.device_of(ws.q):
+        hopper_down_kernel[(_programs(ws.q, spec, tile, num_tokens, spec.hidden // 128),)](
+            *_descriptors(ws.act, matrix, ws.act_scale, tile),
+            ws.packed_tiles, ws.tile_count, matrix.row_scale, ws.plan.sorted_slots, ws.rows.view(torch.int32),
+            H=spec.hidden, I=spec.intermediate, **_constexprs(tile), **_launch_options(tile),
+        )  # fmt: skip
+
+
+def _programs(tensor: torch.Tensor, spec: LayerSpec, tile: HopperTile, num_tokens: int, blocks: int) -> int:
+    """Persistent programs: as many as the device holds, or fewer where there can't be so many work items."""
+    sms = torch.cuda.get_device_properties(tensor.device).multi_processor_count
+    tiles = max_tiles(num_tokens * spec.top_k, spec.num_local_experts, tile.block_m)
+    return min(sms * tile.ctas_per_sm, tiles * blocks)
+
+
+def _descriptors(x: torch.Tensor, matrix: HopperMatrix, scale: torch.Tensor, tile: HopperTile) -> list[object]:
+    boxes = [[chunk or tile.chunks[0], 128] for chunk in tile.chunks]
+    return [
+        *(TensorDescriptor.from_tensor(x, box, _SWIZZLED_128) for box in boxes),
+        TensorDescriptor.from_tensor(matrix.codes.view(-1, 128), [128, 128], _SWIZZLED_128),
+        TensorDescriptor.from_tensor(matrix.spans.view(-1, 32), [16, 32], _SWIZZLED_32),
+        TensorDescriptor.from_tensor(scale, [2, tile.scale_box], _PLAIN_FP32),
+    ]
+
+
+def _constexprs(tile: HopperTile) -> dict[str, int]:
+    return {"N0": tile.chunks[0], "N1": tile.chunks[1], "N2": tile.chunks[2], "STAGES": tile.stages}
+
+
+def _launch_options(tile: HopperTile) -> dict[str, int]:
+    """Registers per thread: 12 warps share what the CTA gets, the producer needs few."""
+    if tile.ctas_per_sm == 2:
+        return {"num_warps": 4, "maxnreg": 80, "CONSUMER_REGISTERS": 104, "PRODUCER_REGISTERS": 24}
+    return {"num_warps": 4, "CONSUMER_REGISTERS": 240, "PRODUCER_REGISTERS": 24}

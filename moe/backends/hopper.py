@@ -1,0 +1,95 @@
+"""The SM90 tier behind the Triton backend: the same recipe, numbers and limits, other kernels (`kernels.hopper`)."""
+
+from __future__ import annotations
+
+import torch
+
+from megamoe.backends.base import LayerRequest
+from megamoe.debug import Routing, Stage, quantized_stage, row_stages
+from megamoe.kernels.hopper.config import unsupported_reason
+from megamoe.kernels.hopper.layer import HopperWorkspace, plain_weights, prepare_hopper, run_hopper_layer
+from megamoe.kernels.hopper.weights import MAX_SPAN, spans
+from megamoe.parameters import LayerParameters
+from megamoe.plain_weights import PlainWeights
+from megamoe.weights import MoEWeights, plain_scales
+
+
+def hopper_unsupported_reason(request: LayerRequest, weights: MoEWeights, parameters: LayerParameters) -> str | None:
+    """Why these weights run on the portable kernels instead, or None. Waits for the GPU: it looks at the scales."""
+    reason = unsupported_reason(
+        request.spec,
+        has_bias=weights.w13_bias is not None or weights.w2_bias is not None,
+        has_id_map=parameters.expert_map is not None or request.spec.num_local_experts != request.spec.num_experts,
+    )
+    if reason is not None:
+        return reason
+    if weights.w13_rows != "tile":
+        return "w13_layout='interleaved'"
+    for name, scale in zip(("w13_scale", "w2_scale"), plain_scales(weights)):
+        widest = max(int(spans(expert).max()) for expert in scale)
+        if widest > MAX_SPAN:
+            return f"{name} spans {widest} binades in one row; allowed: {MAX_SPAN}"
+    return None
+
+
+class HopperLayer:
+    """Weights in this tier's tiles and the workspace that every call reuses."""
+
+    def __init__(self, request: LayerRequest, weights: MoEWeights, parameters: LayerParameters) -> None:
+        self._spec = request.spec
+        self._parameters = parameters
+        self._weights = prepare_hopper(weights)
+        self._workspace = HopperWorkspace.allocate(request.spec, request.max_tokens, request.device)
+        self._workspace.plan.skipped.zero_()  # no call yet
+
+    @property
+    def skipped_ids(self) -> int:
+        return int(self._workspace.plan.skipped)
+
+    @property
+    def workspace_bytes(self) -> int:
+        return self._workspace.nbytes
+
+    @property
+    def weight_bytes(self) -> int:
+        return self._weights.nbytes
+
+    @property
+    def weights(self) -> PlainWeights:
+        """Unpacked at every use: only debugging asks."""
+        return plain_weights(self._weights)
+
+    def __call__(
+        self,
+        hidden_states: torch.Tensor,
+        topk_ids: torch.Tensor,
+        topk_weights: torch.Tensor,
+        output: torch.Tensor,
+    ) -> None:
+        run_hopper_layer(
+            hidden_states,
+            topk_ids,
+            topk_weights,
+            output,
+            ws=self._workspace,
+            weights=self._weights,
+            spec=self._spec,
+            parameters=self._parameters,
+        )
+
+    def stages(self, routing: Routing) -> list[Stage]:
+        ws, t = self._workspace, self._spec.traits
+        assert ws.plan.slot_rows is not None
+        slots = routing.here.flatten().nonzero().flatten()
+        rows = ws.plan.slot_rows[slots].long()
+        scale = ws.scale[..., rows].reshape(-1, len(rows)).T
+        by = slots // self._spec.top_k, routing.ids.flatten()[slots]
+        return [
+            quantized_stage("pre_dispatch", _rows(ws.q, rows), scale, "fp32", t.act_group, by[0]),
+            quantized_stage("gate_up", _rows(ws.act, rows), ws.act_scale[:, rows].T, "fp32", t.mid_group, *by),
+            *row_stages(ws.rows[: len(routing.ids)], routing),
+        ]
+
+
+def _rows(codes: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    return codes.view(torch.uint8)[rows].view(codes.dtype)  # indexing float8 is not implemented everywhere

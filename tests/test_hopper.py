@@ -1,0 +1,140 @@
+"""The SM90 tier on a Hopper GPU: every tile, every option it serves, against the reference; and when it steps aside."""
+
+import dataclasses
+
+import pytest
+import torch
+
+import megamoe
+from megamoe.oracle.metrics import LIMITS, assert_bytes_equal, check, compare
+from megamoe.oracle.public_arguments import layer_arguments, weight_arguments
+from megamoe.oracle.random_layers import Layer, random_layer
+from megamoe.oracle.reference import moe_layer
+from megamoe.recipe import Recipe
+
+IS_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not IS_HOPPER, reason="needs compute capability 9.x")]
+
+RECIPES = {scale: Recipe("fp8xfp4", scale, "deep_gemm_sm90") for scale in ("block128", "token")}
+SHAPE = dict(hidden=768, intermediate=512, num_experts=7, top_k=3, activation_clamp=2.0)
+
+
+def _layer(scale: str, tokens: int, **options: object) -> Layer:
+    return random_layer(RECIPES[scale], tokens=tokens, device="cuda", **{**SHAPE, **options})  # type: ignore[arg-type]
+
+
+def _open(layer: Layer, max_tokens: int | None = None) -> megamoe.MegaMoE:
+    weights = megamoe.prepare_weights(**weight_arguments(layer))
+    return megamoe.MegaMoE(weights, max_tokens or len(layer.x), layer.spec.top_k, **layer_arguments(layer))
+
+
+def _tier(moe: megamoe.MegaMoE) -> str:
+    return type(moe._layer).__name__
+
+
+def _reference(layer: Layer) -> torch.Tensor:
+    inputs = (layer.x, layer.topk_ids, layer.topk_weights)
+    return moe_layer(*inputs, layer.weights, layer.spec, parameters=layer.parameters, full_trace=False).y
+
+
+def _agree(layer: Layer, output: torch.Tensor) -> None:
+    problem = check(compare(output, _reference(layer)), LIMITS[layer.spec.recipe])
+    assert problem is None, problem
+
+
+@pytest.mark.parametrize("tokens", (1, 5, 18, 19, 60, 75, 200, 262, 700))
+@pytest.mark.parametrize("scale", RECIPES)
+def test_every_tile_of_the_heuristic(scale: str, tokens: int) -> None:
+    """7 experts, 3 slots per token: from a fraction of a row per expert to several prefill tiles."""
+    layer = _layer(scale, tokens, masked=0.1)
+    moe = _open(layer)
+    assert _tier(moe) == "HopperLayer"
+    output = torch.full_like(layer.x, torch.nan)
+    _agree(layer, moe(layer.x, layer.topk_ids, layer.topk_weights, output))
+
+
+OPTIONS: dict[str, dict[str, object]] = {
+    "no clamp": {"activation_clamp": None},
+    "clamp 0": {"activation_clamp": 0.0},
+    "swigluoai": {"activation": "swigluoai", "activation_clamp": 0.7, "activation_alpha": 1.2, "activation_beta": 0.5},
+    "expert scales, factor": {"expert_scales": True, "routed_scaling_factor": 2.5},
+    "one expert": {"num_experts": 1, "top_k": 1},
+    "256 experts": {"num_experts": 256, "top_k": 8},
+    "V4-Flash's width": {"hidden": 4096, "intermediate": 2048},
+}
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+@pytest.mark.parametrize("scale", RECIPES)
+def test_options(scale: str, option: str) -> None:
+    layer = _layer(scale, 33, **OPTIONS[option])
+    moe = _open(layer)
+    assert _tier(moe) == "HopperLayer"
+    _agree(layer, moe(layer.x, layer.topk_ids, layer.topk_weights))
+
+
+ROUTINGS = {
+    "all to one expert": lambda ids: torch.full_like(ids, 3),
+    "every slot skipped": lambda ids: torch.full_like(ids, -1),
+    "out of range": lambda ids: torch.where(ids % 2 == 0, ids, 7 + ids * 1000),
+    "int64": lambda ids: ids.long(),
+}
+
+
+@pytest.mark.parametrize("routing", ROUTINGS)
+@pytest.mark.parametrize("tokens", (6, 150))
+@pytest.mark.parametrize("scale", RECIPES)
+def test_routings(scale: str, tokens: int, routing: str) -> None:
+    layer = _layer(scale, tokens)
+    layer = dataclasses.replace(layer, topk_ids=ROUTINGS[routing](layer.topk_ids))
+    _agree(layer, _open(layer)(layer.x, layer.topk_ids, layer.topk_weights))
+
+
+@pytest.mark.parametrize("scale", RECIPES)
+def test_runs_batches_and_graphs_give_the_same_bits(scale: str) -> None:
+    """A token's bits may depend on the tile its batch size picks, never on the run, the graph or what came before."""
+    layer = _layer(scale, 300)
+    moe = _open(layer)
+    call = (layer.x, layer.topk_ids, layer.topk_weights)
+    first = moe(*call)
+    for _ in range(20):
+        assert_bytes_equal(moe(*call), first, "another run")
+    few = tuple(tensor[:5] for tensor in call)
+    alone = moe(*few)
+    output = torch.full_like(first, torch.nan)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        moe(*call, output)
+    assert_bytes_equal(moe(*few), alone, "five tokens after three hundred")
+    graph.replay()
+    assert_bytes_equal(output, first, "the graph's output")
+
+
+@pytest.mark.parametrize("scale", RECIPES)
+def test_weights_of_too_many_binades_keep_the_portable_kernels(scale: str) -> None:
+    layer = _layer(scale, 20)
+    assert layer.weights.w2_scale is not None
+    layer.weights.w2_scale[2, 5, 1] = layer.weights.w2_scale[2, 5].min() - 12
+    moe = _open(layer)
+    assert _tier(moe) == "TritonLayer"
+    _agree(layer, moe(layer.x, layer.topk_ids, layer.topk_weights))
+
+
+@pytest.mark.parametrize(
+    "options", [{"hidden": 384}, {"num_shared_experts": 1}, {"bias": True}, {"w13_layout": "interleaved"}], ids=str
+)
+def test_what_the_tier_does_not_serve_runs_on_the_portable_kernels(options: dict[str, object]) -> None:
+    layer = _layer("block128", 20, **options)
+    moe = _open(layer)
+    assert _tier(moe) == "TritonLayer"
+    _agree(layer, moe(layer.x, layer.topk_ids, layer.topk_weights))
+
+
+def test_the_first_nan_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = _layer("block128", 20)
+    moe = _open(layer)
+    monkeypatch.setenv("MEGAMOE_DEBUG", "1")
+    moe(layer.x, layer.topk_ids, layer.topk_weights)
+    layer.x[7, 3] = torch.nan
+    with pytest.raises(FloatingPointError, match="hidden_states: token 7"):
+        moe(layer.x, layer.topk_ids, layer.topk_weights)

@@ -1,0 +1,75 @@
+"""The SM90 tier's scatter: quantized rows where the plan wants them, in the tensor cores' K order, and packed tiles."""
+
+import pytest
+import torch
+
+from megamoe.kernels.hopper.config import ROW_ALIGN
+from megamoe.kernels.hopper.scatter import scatter
+from megamoe.kernels.hopper.weights import k_order
+from megamoe.kernels.routing import allocate_plan, build_plan, max_rows, max_tiles
+from megamoe.oracle.metrics import assert_bytes_equal
+from megamoe.oracle.reference.quantizers import quantize
+
+EXPERTS, TOP_K, BLOCK_M = 5, 3, 16
+
+
+@pytest.mark.parametrize("tokens", (1, 7, 40))
+@pytest.mark.parametrize("hidden", (256, 1024))
+@pytest.mark.parametrize("act_scale", ("block128", "token"))
+def test_rows_scales_weights_and_tiles(act_scale: str, hidden: int, tokens: int, device: str) -> None:
+    generator = torch.Generator().manual_seed(tokens)
+    wide = torch.randn(tokens, hidden + 64, generator=generator).bfloat16()
+    wide[0, :128] = 0
+    ids = torch.randint(-1, EXPERTS + 1, (tokens, TOP_K), generator=generator)  # −1 and E name no expert
+    weights, scales = torch.randn(tokens, TOP_K, generator=generator), torch.rand(EXPERTS, generator=generator)
+    slots = tokens * TOP_K
+    plan = allocate_plan(tokens, TOP_K, EXPERTS, BLOCK_M, device, row_align=ROW_ALIGN)
+    build_plan(ids.to(device), plan, num_experts=EXPERTS, block_m=BLOCK_M)
+    assert plan.slot_rows is not None
+    capacity = max_rows(slots, EXPERTS, ROW_ALIGN)
+    q = torch.full((capacity, hidden), 0xFF, dtype=torch.uint8, device=device)
+    scale = torch.full((capacity,) if act_scale == "token" else (hidden // 128, capacity), torch.nan, device=device)
+    row_weight = torch.full((capacity,), torch.nan, device=device)
+    packed, count = torch.full_like(plan.tiles, -1), torch.full((1,), -1, dtype=torch.int32, device=device)
+    num_tiles = max_tiles(slots, EXPERTS, BLOCK_M)
+    scatter(
+        wide.to(device)[:, :hidden], ids.to(device), weights.to(device), plan, num_tiles=num_tiles,
+        q=q.view(torch.float8_e4m3fn), scale=scale, row_weight=row_weight, packed_tiles=packed, tile_count=count,
+        expert_scales=scales.to(device), routed_scaling_factor=2.5,
+    )  # fmt: skip
+
+    expected = quantize(wide[:, :hidden], "fp8_token" if act_scale == "token" else "fp8_block128")
+    assert expected.sf is not None
+    rows = plan.slot_rows.cpu()
+    served = ((ids >= 0) & (ids < EXPERTS)).flatten()
+    assert torch.equal(rows >= 0, served)
+    assert len(rows[served].unique()) == int(served.sum()), "every slot has a row of its own"
+    token = torch.arange(slots)[served] // TOP_K
+    codes = expected.q.view(torch.uint8)[token].unflatten(1, (-1, 128))[:, :, k_order()].flatten(1)
+    assert_bytes_equal(q.cpu()[rows[served]], codes, "rows")
+    got_scale = scale.cpu()[..., rows[served]].reshape(-1, len(token)).T.contiguous()
+    assert_bytes_equal(got_scale, expected.sf[token], "scales")
+    expected_weight = weights.flatten()[served] * scales[ids.flatten()[served]] * 2.5
+    assert_bytes_equal(row_weight.cpu()[rows[served]], expected_weight, "weights")
+    untouched = torch.ones(capacity, dtype=torch.bool)
+    untouched[rows[served]] = False
+    assert bool((q.cpu()[untouched] == 0xFF).all())
+
+    tiles = plan.tiles[:num_tiles].cpu()
+    live = tiles[tiles[:, 2] > 0]
+    assert int(count) == len(live)
+    assert_bytes_equal(packed[: len(live)].cpu(), live, "packed tiles")
+    assert bool((packed[len(live) :] == -1).all())
+
+
+def test_no_tokens(device: str) -> None:
+    plan = allocate_plan(1, TOP_K, EXPERTS, BLOCK_M, device, row_align=ROW_ALIGN)
+    q = torch.full((8, 256), 0xFF, dtype=torch.uint8, device=device)
+    scatter(
+        torch.empty(0, 256, dtype=torch.bfloat16, device=device),
+        torch.empty(0, TOP_K, dtype=torch.int32, device=device),
+        torch.empty(0, TOP_K, device=device), plan, num_tiles=0, q=q.view(torch.float8_e4m3fn),
+        scale=torch.empty(8, device=device), row_weight=torch.empty(8, device=device),
+        packed_tiles=plan.tiles, tile_count=plan.skipped,
+    )  # fmt: skip
+    assert bool((q == 0xFF).all())
