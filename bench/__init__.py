@@ -1,1 +1,1 @@
-"""Cases and timing: what is measured, and how."""
+"""The bench suite: cases, contenders, timing, results, reports. `docs/bench.md` describes it."""

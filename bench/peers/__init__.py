@@ -1,0 +1,1 @@
+"""Peers: other projects' kernels behind the same stages, each optional."""
