@@ -38,11 +38,10 @@ def _weights(row: Traits) -> str:
 
 
 def _recipe_table() -> str:
-    lines = ["| `mma_type` | `act_scale` | `numerics` | activations | weights | served |", "|---|---|---|---|---|---|"]
+    lines = ["| `mma_type` | `act_scale` | `numerics` | activations | weights |", "|---|---|---|---|---|"]
     for recipe, row in TABLE.items():
-        served = "not yet" if row.missing else "yes"
         key = f"`{recipe.mma_type}` | `{recipe.act_scale}` | `{recipe.numerics}`"
-        lines.append(f"| {key} | {_activations(row)} | {_weights(row)} | {served} |")
+        lines.append(f"| {key} | {_activations(row)} | {_weights(row)} |")
     return "\n".join(lines) + "\n"
 
 
@@ -55,6 +54,20 @@ def _layer_table() -> str:
         times = {row["tokens"]: row["layer_us"] for row in rows if row["recipe"] == recipe}
         lines.append(f"| `{recipe.split('/')[0]}` | {' | '.join(f'{times[count]:,.0f}' for count in tokens)} |")
     return "\n".join(lines) + "\n"
+
+
+def _hopper_table() -> str:
+    records = json.loads((RESULTS / "hopper_h200.json").read_text())["records"]
+    tokens = sorted({record["tokens"] for record in records})
+    lines = [f"| layer, µs | {' | '.join(f'{count:,}' for count in tokens)} |", f"|---|{'---|' * len(tokens)}"]
+    for scale in dict.fromkeys(record["act_scale"] for record in records):
+        times = {record["tokens"]: record["layer"] for record in records if record["act_scale"] == scale}
+        lines.append(f"| `fp8xfp4`, `{scale}` | {' | '.join(f'{times[count]:,.0f}' for count in tokens)} |")
+    return "\n".join(lines) + "\n"
+
+
+def test_hopper_table_is_the_measured_one() -> None:
+    assert _between("<!-- hopper -->", "<!-- /hopper -->") == _hopper_table()
 
 
 def test_layer_table_is_the_measured_one() -> None:
