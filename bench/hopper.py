@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -10,7 +10,7 @@ import torch
 
 from megamoe.backends.triton import architecture, device_unsupported_reason
 from megamoe.bench.layers import LayerStore, spec_of
-from megamoe.bench.own import PORTABLE, TritonLayer
+from megamoe.bench.own import PORTABLE, Step, TritonLayer, staged_calls
 from megamoe.bench.registry import Point
 from megamoe.bench.timing import Call
 from megamoe.bench.work import STAGES
@@ -89,7 +89,7 @@ class HopperTierLayer:
         return f"128×({chunks})×256, {self._tile.stages} stages, {self._tile.ctas_per_sm} CTAs per SM"
 
     def calls(self, stage: str, output: torch.Tensor) -> list[Call]:
-        steps: dict[str, Sequence[Callable[[Inputs, HopperWorkspace, torch.Tensor], None]]] = {
+        steps: dict[str, Sequence[Step]] = {
             "routing": [self._routing],
             "pre_dispatch": [self._scatter],
             "gate_up": [self._gate_up],
@@ -99,17 +99,7 @@ class HopperTierLayer:
             "layer_with_plan": [self._routing, self._scatter, self._gate_up, self._down, self._combine],
         }
 
-        def bound(i: Inputs, ws: HopperWorkspace) -> Call:
-            def call() -> None:
-                for step in steps[stage]:
-                    step(i, ws, output)
-
-            return call
-
-        for i, ws in self._sets:  # what a stage reads, and the compilation of everything
-            for step in steps["layer_with_plan"]:
-                step(i, ws, output)
-        return [bound(i, ws) for i, ws in self._sets]
+        return staged_calls(self._sets, steps, stage, output)
 
     def _routing(self, i: Inputs, ws: HopperWorkspace, output: torch.Tensor) -> None:
         build_plan(i.topk_ids, ws.plan, num_experts=self._spec.num_local_experts, block_m=self._tile.block_m)

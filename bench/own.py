@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -34,6 +35,28 @@ _INTERPRETED_FLOPS = 2e8  # a minute or so in Triton's interpreter
 
 Choice = Callable[[LayerSpec, int, int], LayerConfig]
 """(spec, arch, tokens) -> configuration."""
+
+
+Step = Callable[[Inputs, Any, torch.Tensor], None]
+"""(inputs, their workspace, output): one launch of a layer."""
+
+
+def staged_calls(
+    sets: Sequence[tuple[Inputs, Any]], steps: Mapping[str, Sequence[Step]], stage: str, output: torch.Tensor
+) -> list[Call]:
+    """A call of `stage` per input set, once whole layers have made what it reads and compiled everything."""
+
+    def bound(i: Inputs, ws: Any) -> Call:
+        def call() -> None:
+            for step in steps[stage]:
+                step(i, ws, output)
+
+        return call
+
+    for i, ws in sets:
+        for step in steps["layer_with_plan"]:
+            step(i, ws, output)
+    return [bound(i, ws) for i, ws in sets]
 
 
 @dataclass(frozen=True)
@@ -108,7 +131,7 @@ class TritonLayer:
         return f"gate_up {_tile(self._config.gate_up)}, down {_tile(self._config.down)}"
 
     def calls(self, stage: str, output: torch.Tensor) -> list[Call]:
-        steps: dict[str, Sequence[Callable[[Inputs, Workspace, torch.Tensor], None]]] = {
+        steps: dict[str, Sequence[Step]] = {
             "pre_dispatch": [self._pre_dispatch],
             "routing": [self._routing],
             "gate_up": [self._gate_up],
@@ -118,17 +141,7 @@ class TritonLayer:
             "layer_with_plan": [self._pre_dispatch, self._routing, self._gate_up, self._down, self._combine],
         }
 
-        def bound(i: Inputs, ws: Workspace) -> Call:
-            def call() -> None:
-                for step in steps[stage]:
-                    step(i, ws, output)
-
-            return call
-
-        for i, ws in self._sets:  # what a stage reads, and the compilation of everything
-            for step in steps["layer_with_plan"]:
-                step(i, ws, output)
-        return [bound(i, ws) for i, ws in self._sets]
+        return staged_calls(self._sets, steps, stage, output)
 
     def _pre_dispatch(self, i: Inputs, ws: Workspace, output: torch.Tensor) -> None:
         t = self._spec.traits

@@ -95,9 +95,8 @@ def test_every_recipe_has_jobs_and_an_mma(recipe: Recipe, kernel: str, arch: int
     assert checks.expected_mma(str(recipe), arch)
 
 
-@pytest.mark.parametrize("version", ("39", "36"))
-def test_the_committed_results_are_of_every_job(version: str) -> None:
-    results = json.loads((RESULTS / f"codegen_triton{version}.json").read_text())["jobs"]
+def test_the_committed_results_are_of_every_job() -> None:
+    results = json.loads((RESULTS / "codegen_triton39.json").read_text())["jobs"]
     committed = {(job["arch"], job["name"]) for job in results}
     assert committed == {(arch, name) for arch in ARCHS for name in collect(arch)}, "run make codegen"
     assert [job["name"] for job in results if job["error"] or job["violations"]] == []

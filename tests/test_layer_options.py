@@ -90,7 +90,7 @@ OPTIONS = {
     "interleaved w13, bias": Option({"w13_layout": "interleaved", "bias": True}),
     "some of the experts": Option({"num_experts": 9, "local_experts": 4, "local_expert_offset": 3}),
     "expert map": Option({"num_experts": 9, "local_experts": 4, "expert_map": True}),
-    "two shared experts": Option({"num_shared_experts": 2, "top_k": 4}),
+    "two shared experts": Option({"num_shared_experts": 2, "top_k": 3}),
 }
 
 
