@@ -154,8 +154,9 @@ def choose_config(spec: LayerSpec, arch: int, num_tokens: int) -> LayerConfig:
     elif arch == 100:
         tile = down = _Tile(128 if mma == "scaled" else 64, 128, num_warps=8, num_stages=4)
     elif arch == 120:
-        # Widening takes registers that 64 rows do not leave.
-        tile = down = _Tile(32, 128, 4, 2) if mma == "widened" else _Tile(64, 128, num_warps=8, num_stages=2)
+        # Widening takes registers that 64 rows do not leave, and so does decoding beside sums to be promoted.
+        narrow = mma == "widened" or (mma == "decoded" and traits.act_scale_format == "fp32")
+        tile = down = _Tile(32, 128, 4, 2) if narrow else _Tile(64, 128, num_warps=8, num_stages=2)
     elif mma == "block":
         tile = _Tile(64, 128, num_warps=4, num_stages=4)
         down = _Tile(64, 128, num_warps=8, num_stages=5) if few_rows else tile
