@@ -10,8 +10,7 @@ from types import ModuleType
 import torch
 
 from megamoe.backends.base import LayerRequest, layer_unsupported_reason
-from megamoe.backends.upstream import count_skipped, refuse_options, scaled_weights
-from megamoe.debug import Routing, Stage
+from megamoe.backends.upstream import UpstreamLayer, refuse_options
 from megamoe.oracle.deep_gemm import sm90_fused, sm100_fused
 from megamoe.parameters import LayerParameters
 from megamoe.plain_weights import PlainWeights
@@ -46,19 +45,14 @@ class DeepGemmBackend:
         return DeepGemmLayer(request, weights, parameters)
 
 
-class DeepGemmLayer:
+class DeepGemmLayer(UpstreamLayer):
     """Upstream's buffer and our weights, whose bytes are upstream's."""
 
     def __init__(self, request: LayerRequest, weights: MoEWeights, parameters: LayerParameters) -> None:
         self.weights = weights
-        self._spec, self._parameters = request.spec, parameters
+        super().__init__(request, parameters)
         make = sm90_fused.Sm90Fused if _adapter(request.spec) is sm90_fused else sm100_fused.Sm100Fused
         self._fused = make(request.spec, weights, request.max_tokens)
-        self._skipped = torch.zeros((), dtype=torch.int64, device=request.device)
-
-    @property
-    def skipped_ids(self) -> int:
-        return int(self._skipped)
 
     @property
     def workspace_bytes(self) -> int:
@@ -75,13 +69,9 @@ class DeepGemmLayer:
         topk_weights: torch.Tensor,
         output: torch.Tensor,
     ) -> None:
-        weights = scaled_weights(topk_ids, topk_weights, self._parameters)
-        self._skipped = count_skipped(topk_ids, self._spec.num_experts)
+        weights = self._weigh(topk_ids, topk_weights)
         # Upstream's kernels want dense rows, int32 ids and an output of their own.
         output.copy_(self._fused(hidden_states.contiguous(), topk_ids.int(), weights))
-
-    def stages(self, routing: Routing) -> list[Stage]:
-        return []  # one launch: nothing between input and output can be looked at
 
 
 def _adapter(spec: LayerSpec) -> ModuleType:

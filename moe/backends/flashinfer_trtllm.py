@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 
 from megamoe.backends.base import LayerRequest, layer_unsupported_reason, named_tensors
-from megamoe.backends.upstream import count_skipped, refuse_options, scaled_weights
-from megamoe.debug import Routing, Stage
+from megamoe.backends.upstream import UpstreamLayer, refuse_options
 from megamoe.oracle.reference import Quantized
 from megamoe.oracle.trtllm_gen import routed_moe
 from megamoe.oracle.trtllm_gen.guards import kernel_unsupported_reason
@@ -39,20 +38,15 @@ class FlashInferBackend:
         return FlashInferLayer(request, weights, parameters)
 
 
-class FlashInferLayer:
+class FlashInferLayer(UpstreamLayer):
     """Weights shuffled as trtllm-gen wants them, a second copy."""
 
     workspace_bytes = 0
 
     def __init__(self, request: LayerRequest, weights: MoEWeights, parameters: LayerParameters) -> None:
         self.weights = to_plain(weights)
-        self._spec, self._parameters = request.spec, parameters
+        super().__init__(request, parameters)
         self._arguments = routed_moe.layer_arguments(request.spec, self.weights)
-        self._skipped = torch.zeros((), dtype=torch.int64, device=request.device)
-
-    @property
-    def skipped_ids(self) -> int:
-        return int(self._skipped)
 
     @property
     def weight_bytes(self) -> int:
@@ -68,17 +62,13 @@ class FlashInferLayer:
     ) -> None:
         from megamoe.kernels.pre_dispatch import quantize
 
-        weights = scaled_weights(topk_ids, topk_weights, self._parameters)
-        self._skipped = count_skipped(topk_ids, self._spec.num_experts)
+        weights = self._weigh(topk_ids, topk_weights)
         tokens, hidden = hidden_states.shape
         q = torch.empty(tokens, hidden, dtype=torch.float8_e4m3fn, device=hidden_states.device)
         sf = torch.empty(tokens, hidden // 32, dtype=torch.uint8, device=hidden_states.device)
         quantize(hidden_states, q=q, sf=sf, kind="mxfp8_trtllm")  # our own: FlashInfer's quantizer pads and swizzles
         call = routed_moe.call_arguments(Quantized(q, sf, None), topk_ids, weights)
         output.copy_(routed_moe.run(self._arguments | call))
-
-    def stages(self, routing: Routing) -> list[Stage]:
-        return []  # one op: nothing between input and output can be looked at
 
 
 BACKEND = FlashInferBackend()

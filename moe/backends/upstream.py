@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from megamoe.backends.base import UnsupportedError
+from megamoe.backends.base import LayerRequest, UnsupportedError
+from megamoe.debug import Routing, Stage
 from megamoe.parameters import LayerParameters
 from megamoe.weights import MoEWeights
 
@@ -37,5 +38,20 @@ def scaled_weights(topk_ids: torch.Tensor, topk_weights: torch.Tensor, parameter
     return topk_weights
 
 
-def count_skipped(topk_ids: torch.Tensor, num_experts: int) -> torch.Tensor:
-    return ((topk_ids < -1) | (topk_ids >= num_experts)).sum()
+class UpstreamLayer:
+    """What every layer of upstream's does around its one call: weigh the slots, count the ids that it skips."""
+
+    def __init__(self, request: LayerRequest, parameters: LayerParameters) -> None:
+        self._spec, self._parameters = request.spec, parameters
+        self._skipped = torch.zeros((), dtype=torch.int64, device=request.device)
+
+    @property
+    def skipped_ids(self) -> int:
+        return int(self._skipped)
+
+    def stages(self, routing: Routing) -> list[Stage]:
+        return []  # one call: nothing between input and output can be looked at
+
+    def _weigh(self, topk_ids: torch.Tensor, topk_weights: torch.Tensor) -> torch.Tensor:
+        self._skipped = ((topk_ids < -1) | (topk_ids >= self._spec.num_experts)).sum()
+        return scaled_weights(topk_ids, topk_weights, self._parameters)
