@@ -54,7 +54,7 @@ class GraphReplay:
     method = "cuda_graph"
 
     def __init__(self, calls: Sequence[Call]) -> None:
-        self._count = len(calls)
+        self._calls = calls  # they own what the graph reads and writes: freed memory would become other tensors
         self._graph = torch.cuda.CUDAGraph()
         torch.cuda.synchronize()
         with torch.cuda.graph(self._graph):
@@ -76,7 +76,7 @@ class GraphReplay:
                 self._graph.replay()
             event.record()
         events[-1].synchronize()
-        scale = 1000 / (replays * self._count)
+        scale = 1000 / (replays * len(self._calls))
         return [scale * before.elapsed_time(after) for before, after in pairwise(events)]
 
 

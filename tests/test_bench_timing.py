@@ -60,3 +60,18 @@ def test_a_graph_replays_every_call_in_turn() -> None:
     assert all(0 < sample < 1000 for sample in samples)
     counts = counters.tolist()
     assert counts[0] == counts[1] == counts[2] > 10
+
+
+@pytest.mark.gpu
+def test_a_graph_keeps_what_it_writes() -> None:
+    """Whoever made the calls may forget them: their memory must not become another tensor's."""
+
+    def contender() -> GraphReplay:
+        output = torch.zeros(1 << 20, device="cuda")
+        output.add_(1)
+        return GraphReplay([lambda: output.add_(1)])
+
+    graph = contender()
+    others = [torch.zeros(1 << 20, device="cuda") for _ in range(4)]
+    graph.window(0.01)
+    assert not any(other.any() for other in others)

@@ -138,3 +138,14 @@ def test_the_first_nan_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     layer.x[7, 3] = torch.nan
     with pytest.raises(FloatingPointError, match="hidden_states: token 7"):
         moe(layer.x, layer.topk_ids, layer.topk_weights)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA GPUs")
+def test_another_gpu_than_the_current_one() -> None:
+    layer = random_layer(RECIPES["block128"], tokens=20, device="cuda:1", **SHAPE)  # type: ignore[arg-type]
+    with torch.cuda.device(0):
+        moe = _open(layer)
+        assert _tier(moe) == "HopperLayer"
+        output = moe(layer.x, layer.topk_ids, layer.topk_weights)
+        assert torch.cuda.current_device() == 0
+    _agree(layer, output)

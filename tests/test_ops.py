@@ -38,9 +38,10 @@ def _moe(layer: Layer, backend: str = "reference", **options: object) -> megamoe
 
 def _call(layer: Layer, **options: object) -> Callable[..., torch.Tensor]:
     """`mega_moe` on the layer's weights, between operations of a model."""
+    tensors = {**vars(layer.weights), **_recipe(layer)}  # unpacked here: Dynamo of torch 2.11 can't unpack `vars`
 
     def call(x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, **more: torch.Tensor) -> torch.Tensor:
-        return 1 + megamoe.mega_moe(2 * x, ids, weights, **vars(layer.weights), **_recipe(layer), **options, **more)  # type: ignore[arg-type]
+        return 1 + megamoe.mega_moe(2 * x, ids, weights, **tensors, **options, **more)  # type: ignore[arg-type]
 
     return call
 
@@ -194,10 +195,10 @@ def test_gradients_are_refused(compiled: bool, grad_mode: Callable, device: str)
     layer = _layer(Recipe("bf16xbf16", "none", "deep_gemm_sm100"), device)
     x, ids, weights = _inputs(layer)
     wanting = layer.weights.w2.clone().requires_grad_()
+    tensors = {**vars(layer.weights), "w2": wanting, **_recipe(layer)}
 
     def call(x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        tensors = {**vars(layer.weights), "w2": wanting}
-        return megamoe.mega_moe(x, ids, weights, **tensors, **_recipe(layer), moe_backend="reference")
+        return megamoe.mega_moe(x, ids, weights, **tensors, moe_backend="reference")
 
     with grad_mode(), pytest.raises((ValueError, torch._dynamo.exc.TorchRuntimeError), match="requires_grad=True"):
         (_whole_graph(call) if compiled else call)(x, ids, weights)

@@ -49,6 +49,10 @@ def column_amax(act):
     return gl.max(gl.abs(act), axis=0)
 
 
+# Four neighbouring bytes of a row per thread: one store instead of four (4 % of GEMM 1 at 1024 tokens).
+_BYTES_OUT = gl.constexpr(gl.BlockedLayout([4, 1], [8, 4], [1, 4], [0, 1]))
+
+
 @gluon.jit
 def store_quantized(
     act, amax, out, out_scale, row0, m0, rows, block, capacity,
@@ -59,16 +63,17 @@ def store_quantized(
     `act` [32, BM] are the columns of scale group GROUP of `block`; they go where `weights.k_order` puts them. `out`
     [capacity, WIDTH], `out_scale` [WIDTH/128, capacity].
     """
-    LAYOUT: gl.constexpr = act.type.layout
     scale = gl.maximum(amax, 1e-10) * (1.0 / 448.0)
     inverse = gl.div_rn(gl.full([BM], 1.0, gl.float32, amax.type.layout), scale)
     values = (act * inverse.expand_dims(0)).to(gl.float8e4nv).to(gl.uint8, bitcast=True)
-    column = gl.arange(0, 32, gl.SliceLayout(1, LAYOUT))
+    values = gl.convert_layout(values, _BYTES_OUT)
+    column = gl.arange(0, 32, gl.SliceLayout(1, _BYTES_OUT))
     position = block * 128 + column // 8 * 32 + column // 4 % 2 * 16 + GROUP * 4 + column % 4
-    m = m0 + gl.arange(0, BM, gl.SliceLayout(0, LAYOUT))
+    m = m0 + gl.arange(0, BM, gl.SliceLayout(0, _BYTES_OUT))
     offset = (row0 + m).to(gl.int64).expand_dims(0) * WIDTH + position.expand_dims(1)
     gl.store(out + offset, values, mask=(m < rows).expand_dims(0))
     if WRITE_SCALE:
+        m = m0 + gl.arange(0, BM, scale.type.layout)
         gl.store(out_scale + block * capacity + row0 + m, scale, mask=m < rows)
 
 

@@ -150,21 +150,23 @@ def _multiply_per_block(
                     gl.convert_layout(a, A1), x1_s.index(stage * 2 + half).permute((1, 0)), zero1,
                     use_acc=False, is_async=True,
                 )  # fmt: skip
-            if N2 > 0:
+            if half == 0:
+                a_next = decode(code_s.index(stage).slice(64 + 32 * WG, 32), distances, True, A0)
+            p0 = warpgroup_mma_wait(min(CHUNKS - 1, 1), deps=[p0])
+            acc0 += p0 * scale.slice(half * S, N0).load(gl.SliceLayout(0, C0)).expand_dims(0)
+            if N2 > 0:  # no more than two products wait for promotion: three would not fit into registers
                 p2 = warpgroup_mma(
                     gl.convert_layout(a, A2), x2_s.index(stage * 2 + half).permute((1, 0)), zero2,
                     use_acc=False, is_async=True,
                 )  # fmt: skip
-            if half == 0:
-                a = decode(code_s.index(stage).slice(64 + 32 * WG, 32), distances, True, A0)
-            p0 = warpgroup_mma_wait(CHUNKS - 1, deps=[p0])
-            acc0 += p0 * scale.slice(half * S, N0).load(gl.SliceLayout(0, C0)).expand_dims(0)
             if N1 > 0:
                 p1 = warpgroup_mma_wait(CHUNKS - 2, deps=[p1])
                 acc1 += p1 * scale.slice(half * S + N0, N1).load(gl.SliceLayout(0, C1)).expand_dims(0)
             if N2 > 0:
                 p2 = warpgroup_mma_wait(0, deps=[p2])
                 acc2 += p2 * scale.slice(half * S + N0 + N1, N2).load(gl.SliceLayout(0, C2)).expand_dims(0)
+            if half == 0:
+                a = a_next
         mbarrier.arrive(empty.index(stage), count=1)
         it += 1
     return it, acc0, acc1, acc2
@@ -199,13 +201,15 @@ def _row_scale(row_scale, expert, n0, N: gl.constexpr, WIDTH: gl.constexpr):
 @gluon.jit
 def _gate_up_item(
     WG: gl.constexpr, it, turn, expert, row0, rows, block,
-    code_s, span_s, x0_s, x1_s, x2_s, scale_s, full, empty, amax_s, exchanged,
-    row_scale, token_scale, row_weight, out, out_scale, capacity, clamp, alpha, beta,
+    code_s, span_s, x0_s, x1_s, x2_s, scale_s, full, empty,
+    amax_s, exchanged, first_s, row_scale, token_scale, row_weight, out, out_scale, capacity, clamp, alpha, beta,
     I: gl.constexpr, STEPS: gl.constexpr, STAGES: gl.constexpr,
     N0: gl.constexpr, N1: gl.constexpr, N2: gl.constexpr,
     PER_TOKEN: gl.constexpr, ACTIVATION: gl.constexpr, HAS_CLAMP: gl.constexpr,
 ):  # fmt: skip
     """256 gate/up rows of one token tile: 128 columns of the intermediate, quantized."""
+    HOLD: gl.constexpr = len(first_s.shape) == 2  # no buffer: the columns wait in registers
+    CHUNKS: gl.constexpr = first_s.shape[0] // 2
     for sub in gl.static_range(2):
         it, acc0, acc1, acc2 = _multiply(
             WG, it, code_s, span_s, x0_s, x1_s, x2_s, scale_s, full, empty, STEPS, STAGES, N0, N1, N2, PER_TOKEN
@@ -226,12 +230,21 @@ def _gate_up_item(
                 N2, PER_TOKEN, ACTIVATION, HAS_CLAMP,
             )  # fmt: skip
         if sub == 0:
-            first0 = act0
-            if N1 > 0:
-                first1 = act1
-            if N2 > 0:
-                first2 = act2
+            if HOLD:
+                first0 = act0
+            else:
+                first_s.index(WG * CHUNKS + 0).slice(0, N0).permute((1, 0)).store(act0)
+                if N1 > 0:
+                    first_s.index(WG * CHUNKS + 1).slice(0, N1).permute((1, 0)).store(act1)
+                if N2 > 0:
+                    first_s.index(WG * CHUNKS + 2).slice(0, N2).permute((1, 0)).store(act2)
 
+    if not HOLD:
+        first0 = first_s.index(WG * CHUNKS + 0).slice(0, N0).permute((1, 0)).load(act0.type.layout)
+        if N1 > 0:
+            first1 = first_s.index(WG * CHUNKS + 1).slice(0, N1).permute((1, 0)).load(act1.type.layout)
+        if N2 > 0:
+            first2 = first_s.index(WG * CHUNKS + 2).slice(0, N2).permute((1, 0)).load(act2.type.layout)
     mine = amax_s.index((turn & 1) * 2 + WG)
     other = amax_s.index((turn & 1) * 2 + 1 - WG)
     amax0 = gl.maximum(column_amax(first0), column_amax(act0))
@@ -281,8 +294,8 @@ def _down_item(
 
 @gluon.jit
 def _consume_gate_up(
-    WG: gl.constexpr, tiles, tile_count, code_s, span_s, x0_s, x1_s, x2_s, scale_s, full, empty, amax_s, exchanged,
-    row_scale, token_scale, row_weight, out, out_scale, capacity, clamp, alpha, beta,
+    WG: gl.constexpr, tiles, tile_count, code_s, span_s, x0_s, x1_s, x2_s, scale_s, full, empty,
+    amax_s, exchanged, first_s, row_scale, token_scale, row_weight, out, out_scale, capacity, clamp, alpha, beta,
     BLOCKS: gl.constexpr, I: gl.constexpr, STEPS: gl.constexpr, STAGES: gl.constexpr,
     N0: gl.constexpr, N1: gl.constexpr, N2: gl.constexpr,
     PER_TOKEN: gl.constexpr, ACTIVATION: gl.constexpr, HAS_CLAMP: gl.constexpr,
@@ -298,7 +311,7 @@ def _consume_gate_up(
         if N1 == 0:
             it = _gate_up_item(
                 WG, it, turn, expert, row0, rows, block,
-                code_s, span_s, x0_s, x1_s, x2_s, scale_s, full, empty, amax_s, exchanged,
+                code_s, span_s, x0_s, x1_s, x2_s, scale_s, full, empty, amax_s, exchanged, first_s,
                 row_scale, token_scale, row_weight, out, out_scale, capacity, clamp, alpha, beta,
                 I, STEPS, STAGES, N0, 0, 0, PER_TOKEN, ACTIVATION, HAS_CLAMP,
             )  # fmt: skip
@@ -306,14 +319,14 @@ def _consume_gate_up(
             if rows <= N0:
                 it = _gate_up_item(
                     WG, it, turn, expert, row0, rows, block,
-                    code_s, span_s, x0_s, x1_s, x2_s, scale_s, full, empty, amax_s, exchanged,
+                    code_s, span_s, x0_s, x1_s, x2_s, scale_s, full, empty, amax_s, exchanged, first_s,
                     row_scale, token_scale, row_weight, out, out_scale, capacity, clamp, alpha, beta,
                     I, STEPS, STAGES, N0, 0, 0, PER_TOKEN, ACTIVATION, HAS_CLAMP,
                 )  # fmt: skip
             else:
                 it = _gate_up_item(
                     WG, it, turn, expert, row0, rows, block,
-                    code_s, span_s, x0_s, x1_s, x2_s, scale_s, full, empty, amax_s, exchanged,
+                    code_s, span_s, x0_s, x1_s, x2_s, scale_s, full, empty, amax_s, exchanged, first_s,
                     row_scale, token_scale, row_weight, out, out_scale, capacity, clamp, alpha, beta,
                     I, STEPS, STAGES, N0, N1, 0, PER_TOKEN, ACTIVATION, HAS_CLAMP,
                 )  # fmt: skip
@@ -321,21 +334,21 @@ def _consume_gate_up(
             if rows <= N0:
                 it = _gate_up_item(
                     WG, it, turn, expert, row0, rows, block,
-                    code_s, span_s, x0_s, x1_s, x2_s, scale_s, full, empty, amax_s, exchanged,
+                    code_s, span_s, x0_s, x1_s, x2_s, scale_s, full, empty, amax_s, exchanged, first_s,
                     row_scale, token_scale, row_weight, out, out_scale, capacity, clamp, alpha, beta,
                     I, STEPS, STAGES, N0, 0, 0, PER_TOKEN, ACTIVATION, HAS_CLAMP,
                 )  # fmt: skip
             elif rows <= N0 + N1:
                 it = _gate_up_item(
                     WG, it, turn, expert, row0, rows, block,
-                    code_s, span_s, x0_s, x1_s, x2_s, scale_s, full, empty, amax_s, exchanged,
+                    code_s, span_s, x0_s, x1_s, x2_s, scale_s, full, empty, amax_s, exchanged, first_s,
                     row_scale, token_scale, row_weight, out, out_scale, capacity, clamp, alpha, beta,
                     I, STEPS, STAGES, N0, N1, 0, PER_TOKEN, ACTIVATION, HAS_CLAMP,
                 )  # fmt: skip
             else:
                 it = _gate_up_item(
                     WG, it, turn, expert, row0, rows, block,
-                    code_s, span_s, x0_s, x1_s, x2_s, scale_s, full, empty, amax_s, exchanged,
+                    code_s, span_s, x0_s, x1_s, x2_s, scale_s, full, empty, amax_s, exchanged, first_s,
                     row_scale, token_scale, row_weight, out, out_scale, capacity, clamp, alpha, beta,
                     I, STEPS, STAGES, N0, N1, N2, PER_TOKEN, ACTIVATION, HAS_CLAMP,
                 )  # fmt: skip
@@ -418,6 +431,15 @@ def _stage_buffers(
     return code_s, span_s, x0_s, x1_s, x2_s, scale_s
 
 
+@gluon.jit
+def _first_half_buffer(N0: gl.constexpr, CHUNKS: gl.constexpr):
+    """Where a wide tile's activated columns wait for the item's second half; a narrow one's stay in registers.
+
+    fp32 [warpgroup × chunk, token, column]; the swizzle gives the 32 lanes of an accumulator's fragment 32 banks.
+    """
+    return gl.allocate_shared_memory(gl.float32, [2 * CHUNKS, N0, 32], gl.SwizzledSharedLayout(8, 2, 4, [1, 0]))
+
+
 @gluon.jit(do_not_specialize=["capacity"])
 def hopper_gate_up_kernel(
     x0, x1, x2, codes, spans, scales, tiles, tile_count, row_scale, token_scale, row_weight, out, out_scale,
@@ -433,6 +455,9 @@ def hopper_gate_up_kernel(
         x0, x1, x2, codes, spans, scales, STAGES, N0, N1, N2
     )  # fmt: skip
     amax_s = gl.allocate_shared_memory(gl.float32, [4, 256], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    first_s = amax_s
+    if N0 + N1 > 32:
+        first_s = _first_half_buffer(N0, 1 + (N1 > 0) + (N2 > 0))
     exchanged = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     mbarrier.init(exchanged, count=2)
     full, empty = _barriers(STAGES)
@@ -441,14 +466,14 @@ def hopper_gate_up_kernel(
         [
             (
                 _consume_gate_up,
-                (0, tiles, tile_count, code_s, span_s, x0_s, x1_s, x2_s, scale_s, full, empty, amax_s, exchanged,
-                 row_scale, token_scale, row_weight, out, out_scale, capacity, clamp, alpha, beta,
+                (0, tiles, tile_count, code_s, span_s, x0_s, x1_s, x2_s, scale_s, full, empty,
+                 amax_s, exchanged, first_s, row_scale, token_scale, row_weight, out, out_scale, capacity, clamp, alpha, beta,
                  BLOCKS, I, STEPS, STAGES, N0, N1, N2, PER_TOKEN, ACTIVATION, HAS_CLAMP),
             ),
             (
                 _consume_gate_up,
-                (1, tiles, tile_count, code_s, span_s, x0_s, x1_s, x2_s, scale_s, full, empty, amax_s, exchanged,
-                 row_scale, token_scale, row_weight, out, out_scale, capacity, clamp, alpha, beta,
+                (1, tiles, tile_count, code_s, span_s, x0_s, x1_s, x2_s, scale_s, full, empty,
+                 amax_s, exchanged, first_s, row_scale, token_scale, row_weight, out, out_scale, capacity, clamp, alpha, beta,
                  BLOCKS, I, STEPS, STAGES, N0, N1, N2, PER_TOKEN, ACTIVATION, HAS_CLAMP),
             ),
             (

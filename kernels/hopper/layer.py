@@ -5,13 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 
 import torch
-from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from megamoe import profile
 from megamoe.kernels.combine import combine
 from megamoe.kernels.hopper.config import ROW_ALIGN, TILES, HopperTile, choose_tile
 from megamoe.kernels.hopper.expert_gemm import hopper_down_kernel, hopper_gate_up_kernel
+from megamoe.kernels.hopper.layouts import PLAIN_FP32, SWIZZLED_32, SWIZZLED_128
+from megamoe.kernels.hopper.options import constexprs, launch_options
 from megamoe.kernels.hopper.scatter import scatter
 from megamoe.kernels.hopper.weights import HopperMatrix, from_hopper, to_hopper
 from megamoe.kernels.layouts.gate_up import deinterleave_gate_up
@@ -22,9 +23,6 @@ from megamoe.plain_weights import PlainWeights
 from megamoe.spec import LayerSpec
 from megamoe.weights import MoEWeights, plain_scales
 
-_SWIZZLED_128 = gl.NVMMASharedLayout(128, 8, 2)
-_SWIZZLED_32 = gl.NVMMASharedLayout(32, 8, 2)
-_PLAIN_FP32 = gl.NVMMASharedLayout(0, 32, 2)
 _CAPACITY_ALIGN = 256  # the widest box of scales; no tensor is narrower than a box
 
 
@@ -180,8 +178,8 @@ def gate_up(ws: HopperWorkspace, matrix: HopperMatrix, spec: LayerSpec, tile: Ho
             ws.packed_tiles, ws.tile_count, matrix.row_scale, ws.scale, ws.row_weight,
             ws.act.view(torch.uint8), ws.act_scale, ws.q.shape[0],
             0.0 if clamp is None else clamp, spec.alpha, spec.beta,
-            H=spec.hidden, I=spec.intermediate, **_constexprs(tile),
-            PER_TOKEN=per_token, ACTIVATION=spec.activation, HAS_CLAMP=clamp is not None, **_launch_options(tile),
+            H=spec.hidden, I=spec.intermediate, **constexprs(tile),
+            PER_TOKEN=per_token, ACTIVATION=spec.activation, HAS_CLAMP=clamp is not None, **launch_options(tile),
         )  # fmt: skip
 
 
@@ -191,7 +189,7 @@ def down(ws: HopperWorkspace, matrix: HopperMatrix, spec: LayerSpec, tile: Hoppe
         hopper_down_kernel[(_programs(ws.q, spec, tile, num_tokens, spec.hidden // 128),)](
             *_descriptors(ws.act, matrix, ws.act_scale, tile),
             ws.packed_tiles, ws.tile_count, matrix.row_scale, ws.plan.sorted_slots, ws.rows.view(torch.int32),
-            H=spec.hidden, I=spec.intermediate, **_constexprs(tile), **_launch_options(tile),
+            H=spec.hidden, I=spec.intermediate, **constexprs(tile), **launch_options(tile),
         )  # fmt: skip
 
 
@@ -205,19 +203,8 @@ def _programs(tensor: torch.Tensor, spec: LayerSpec, tile: HopperTile, num_token
 def _descriptors(x: torch.Tensor, matrix: HopperMatrix, scale: torch.Tensor, tile: HopperTile) -> list[object]:
     boxes = [[chunk or tile.chunks[0], 128] for chunk in tile.chunks]
     return [
-        *(TensorDescriptor.from_tensor(x, box, _SWIZZLED_128) for box in boxes),
-        TensorDescriptor.from_tensor(matrix.codes.view(-1, 128), [128, 128], _SWIZZLED_128),
-        TensorDescriptor.from_tensor(matrix.spans.view(-1, 32), [16, 32], _SWIZZLED_32),
-        TensorDescriptor.from_tensor(scale, [2, tile.scale_box], _PLAIN_FP32),
+        *(TensorDescriptor.from_tensor(x, box, SWIZZLED_128) for box in boxes),
+        TensorDescriptor.from_tensor(matrix.codes.view(-1, 128), [128, 128], SWIZZLED_128),
+        TensorDescriptor.from_tensor(matrix.spans.view(-1, 32), [16, 32], SWIZZLED_32),
+        TensorDescriptor.from_tensor(scale, [2, tile.scale_box], PLAIN_FP32),
     ]
-
-
-def _constexprs(tile: HopperTile) -> dict[str, int]:
-    return {"N0": tile.chunks[0], "N1": tile.chunks[1], "N2": tile.chunks[2], "STAGES": tile.stages}
-
-
-def _launch_options(tile: HopperTile) -> dict[str, int]:
-    """Registers per thread: 12 warps share what the CTA gets, the producer needs few."""
-    if tile.ctas_per_sm == 2:
-        return {"num_warps": 4, "maxnreg": 80, "CONSUMER_REGISTERS": 104, "PRODUCER_REGISTERS": 24}
-    return {"num_warps": 4, "CONSUMER_REGISTERS": 240, "PRODUCER_REGISTERS": 24}

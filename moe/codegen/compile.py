@@ -18,6 +18,7 @@ def compile_job(job: CompileJob, arch: int) -> Report:
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
+    from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
 
     if triton.knobs.runtime.interpret:
         raise RuntimeError("TRITON_INTERPRET is set: the compiler is not available in this process")
@@ -28,7 +29,11 @@ def compile_job(job: CompileJob, arch: int) -> Report:
         raise ValueError(f"job {job.name!r}: {job.fn.__name__} has no argument {', '.join(unknown)}")
     signature = {name: "constexpr" if name in job.constexprs else job.signature[name] for name in arguments}
     attributes = {(arguments.index(name),): [["tt.divisibility", 16]] for name in sorted(job.divisible_by_16)}
-    source = ASTSource(job.fn, signature, job.constexprs, attributes)
+    if isinstance(job.fn, GluonJITFunction):
+        by_position = {(arguments.index(name),): value for name, value in job.constexprs.items()}
+        source = GluonASTSource(job.fn, signature, by_position, attributes)
+    else:
+        source = ASTSource(job.fn, signature, job.constexprs, attributes)
     kernel = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=dict(job.options))
     resources, sass = disassemble(kernel.asm["cubin"])
     return analyse(
