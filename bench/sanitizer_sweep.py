@@ -51,6 +51,7 @@ import torch
 import triton
 import triton.language as tl
 
+import megamoe
 from megamoe.id_map import IdMap
 from megamoe.kernels.combine import combine
 from megamoe.kernels.epilogue import requantize_accumulators
@@ -58,6 +59,7 @@ from megamoe.kernels.layer import run_layer
 from megamoe.kernels.pre_dispatch import KINDS, pre_dispatch
 from megamoe.kernels.routing import allocate_plan, build_plan
 from megamoe.oracle.dispatch_paths import PATHS, DispatchPath, configuration
+from megamoe.oracle.public_arguments import layer_arguments, weight_arguments
 from megamoe.oracle.random_layers import Layer, random_layer
 from megamoe.recipe import ALL_RECIPES, Recipe, traits
 from megamoe.validation import size_multiples
@@ -65,7 +67,9 @@ from megamoe.weights import prepare
 from megamoe.workspace import Workspace
 
 TOOLS = ("memcheck", "racecheck", "initcheck")
-KERNELS = ("pre_dispatch", "routing", "gate_up", "down", "combine", "requantize")
+KERNELS = ("pre_dispatch", "routing", "gate_up", "down", "combine", "requantize", "hopper")
+HOPPER_RECIPES = tuple(r for r in ALL_RECIPES if r.numerics == "deep_gemm_sm90")
+HOPPER_TOKENS = (9, 60, 150, 400)  # of 2 among 5 experts: a tile for decoding, two between, one for prefill
 RESULTS = Path(__file__).resolve().parent / "results" / "sanitizer_h200.json"
 _MODULE = "megamoe.bench.sanitizer_sweep"
 _T = TypeVar("_T")
@@ -120,6 +124,23 @@ def _layer_case(path: DispatchPath, many: bool, device: str) -> None:
         ws=Workspace.allocate(layer.spec, tokens, device, min_block_m=config.block_m),
         weights=prepared, spec=layer.spec, config=config, parameters=_moved(layer.parameters, device),
     )  # fmt: skip
+    if not output.cpu().isfinite().all():
+        raise RuntimeError("the layer's output is not finite")
+
+
+def _hopper_case(recipe: Recipe, tokens: int, device: str) -> None:
+    """The SM90 tier's launches, in the tile that it picks for so many rows per expert; an expert without tokens."""
+    layer = random_layer(
+        recipe, tokens=tokens, hidden=512, intermediate=512, num_experts=5, top_k=2, masked=0.2, activation_clamp=2.0
+    )
+    layer.topk_ids[layer.topk_ids == 3] = -1
+    layer = _moved(layer, device)
+    weights = megamoe.prepare_weights(**weight_arguments(layer))
+    moe = megamoe.MegaMoE(weights, tokens, layer.spec.top_k, moe_backend="triton", **layer_arguments(layer))
+    if type(moe._layer).__name__ != "HopperLayer":
+        raise RuntimeError("the layer runs on the portable kernels")
+    output = torch.empty(tokens, layer.spec.hidden, dtype=torch.bfloat16, device=device)
+    moe(layer.x, layer.topk_ids, layer.topk_weights, output)
     if not output.cpu().isfinite().all():
         raise RuntimeError("the layer's output is not finite")
 
@@ -200,6 +221,10 @@ def cases() -> dict[str, Callable[[str], None]]:
     for recipe in ALL_RECIPES:
         arithmetic = "trtllm" if recipe.numerics == "trtllm_gen" else "deep_gemm"
         found.setdefault(f"requantize/{traits(recipe).mid_kind}/{arithmetic}", partial(_requantize_case, recipe))
+    if torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9:
+        for path in HOPPER_RECIPES:
+            for tokens in HOPPER_TOKENS:
+                found[f"hopper/{path}/{tokens} tokens"] = partial(_hopper_case, path, tokens)
     return found
 
 

@@ -67,7 +67,8 @@ _FP8_BLOCKS = Limits(
     scale_error=2e-3,
     calc_diff=5e-5,
     reason="Hopper's FP8 WGMMA cuts addends 13 bits below the largest (fp32 from block to block): emulated, "
-    "rel_rms 7.1e-3, worst row 0.027, scale 4e-4; other fp32 sums: 6e-4 and 8e-3",
+    "rel_rms 7.7e-3, worst row 0.030, scale 8e-4 in 120 layers of 40 tokens (of 5 tokens, 5 in 100 go beyond); other "
+    "fp32 sums: 6e-4 and 8e-3",
 )
 _BF16 = Limits(
     rel_rms=4e-3,

@@ -12,7 +12,8 @@ def test_every_path_and_kind_is_swept() -> None:
     assert {f"layer/{path}/{size}" for path in PATHS for size in ("few", "many")} <= names.keys()
     assert {f"pre_dispatch/{kind}" for kind in KINDS} <= names.keys()
     assert {"routing/int32", "routing/int64", "combine/plain", "combine/weighted"} <= names.keys()
-    assert {name.split("/")[0] for name in names} == {"layer", "pre_dispatch", "routing", "combine", "requantize"}
+    families = {name.split("/")[0] for name in names} - {"hopper"}  # that one on Hopper alone
+    assert families == {"layer", "pre_dispatch", "routing", "combine", "requantize"}
 
 
 @pytest.mark.parametrize("name", ("pre_dispatch/mxfp8", "combine/plain", "combine/weighted", "requantize/nvfp4/trtllm"))

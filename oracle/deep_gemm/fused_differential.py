@@ -128,6 +128,7 @@ def compare_random(recipe: Recipe, upstream: Upstream, model: str, tokens: int, 
         "ours": vars(our_error),
         "upstream": vars(their_error),
         "ratio": ratio,
+        "outputs_unlike_upstream": int((mine != theirs).sum()),
         "tile": upstream.tile(spec, tokens),
         "upstream_config": config,
     }
