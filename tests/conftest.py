@@ -37,14 +37,20 @@ def _is_of_another_path(item: pytest.Item) -> bool:
     return bool(names) and not names & REPRESENTATIVE
 
 
+def _leave_out(config: pytest.Config, items: list[pytest.Item], unwanted: list[pytest.Item]) -> None:
+    config.hook.pytest_deselected(items=unwanted)
+    deselected = set(unwanted)
+    items[:] = [item for item in items if item not in deselected]
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if "differential" not in config.option.markexpr:
+        _leave_out(config, items, [item for item in items if item.get_closest_marker("whole_suite")])
     if HAS_GPU:
         return
     if not EVERY_PATH:  # all of them take an hour of the interpreter, and two minutes of a GPU
         others = [i for i in items if _is_of_another_path(i) and not i.get_closest_marker("every_path")]
-        config.hook.pytest_deselected(items=others)
-        deselected = set(others)
-        items[:] = [item for item in items if item not in deselected]
+        _leave_out(config, items, others)
     skip = pytest.mark.skip(reason="needs a CUDA GPU (torch.cuda.is_available() is False)")
     for item in items:
         if "gpu" in item.keywords:

@@ -17,6 +17,8 @@ from megamoe.oracle.downloads import OracleUnavailable, unpacked_wheel
 from megamoe.oracle.reference import moe_layer
 from megamoe.recipe import resolve_recipe
 
+pytestmark = pytest.mark.differential
+
 
 def _case(name: str, outcome: Any, *, recipe: str = "mxfp8", unavailable: str | None = None) -> Case:
     def run() -> Outcome:

@@ -14,6 +14,8 @@ from megamoe.oracle.deep_gemm.inputs import awkward_rows, bit_patterns
 from megamoe.oracle.downloads import OracleUnavailable
 from megamoe.recipe import ALL_RECIPES, traits
 
+pytestmark = pytest.mark.differential
+
 SM100_TEMPLATE = "mega_moe_pre_dispatch_kernelILj{group}ELNS_7MmaKindE{number}ELb0E"
 SM90_TEMPLATE = "sm90_mega_moe_pre_dispatch_kernelILj{group}ELb0E"
 MMA_KIND_NUMBERS = {"mxfp8": 1, "mxfp4": 2, "nvfp4": 3}  # upstream's enum

@@ -10,6 +10,8 @@ from megamoe.oracle.deep_gemm import host_code
 from megamoe.oracle.deep_gemm.views import View, view_differences
 from megamoe.oracle.downloads import OracleUnavailable
 
+pytestmark = pytest.mark.differential
+
 SHAPES = (
     dict(num_experts=8, max_tokens=384, top_k=2, hidden=1024, intermediate=512),
     dict(num_experts=7, max_tokens=768, top_k=6, hidden=2048, intermediate=1536),

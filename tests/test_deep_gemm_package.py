@@ -17,6 +17,8 @@ from megamoe.oracle.random_layers import layer_spec
 from megamoe.oracle.reference_differential import prepared_layer
 from megamoe.recipe import ALL_RECIPES, Recipe, resolve_recipe
 
+pytestmark = pytest.mark.differential
+
 SEGFAULT = "import os, signal\nos.kill(os.getpid(), signal.SIGSEGV)\n"
 
 

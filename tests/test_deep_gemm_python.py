@@ -25,6 +25,8 @@ from megamoe.oracle.random_layers import quantize_weight
 from megamoe.oracle.reference.quantizers import BlockFormat
 from megamoe.recipe import resolve_recipe, traits
 
+pytestmark = pytest.mark.differential
+
 E, H, I = 3, 512, 256
 
 

@@ -10,6 +10,8 @@ from megamoe.oracle.downloads import OracleUnavailable
 from megamoe.oracle.metrics import assert_bytes_equal
 from megamoe.oracle.trtllm_gen import flashinfer_layouts
 
+pytestmark = pytest.mark.differential
+
 SHAPES = [(128, 128), (256, 512), (384, 1024)]
 """(intermediate, hidden)."""
 SCALE_SHAPES = [(128, 4), (256, 8), (130, 5), (512, 128), (1, 1), (127, 3)]

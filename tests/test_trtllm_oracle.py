@@ -16,6 +16,8 @@ from megamoe.oracle.reference import quantize
 from megamoe.oracle.trtllm_gen import flashinfer_layouts, guards, routed_moe
 from megamoe.recipe import resolve_recipe
 
+pytestmark = pytest.mark.differential
+
 CUDA = torch.device("cuda")
 
 
