@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from megamoe.api import MegaMoE, mega_moe, prepare_weights
+    from megamoe.backend_choice import set_default_backend
     from megamoe.backends.base import UnsupportedError
     from megamoe.quantize import quantize_fp8_block128, quantize_mxfp4, quantize_mxfp8, quantize_nvfp4
     from megamoe.recipe import Recipe, resolve_recipe
@@ -28,6 +29,7 @@ __all__ = [
     "quantize_mxfp8",
     "quantize_nvfp4",
     "resolve_recipe",
+    "set_default_backend",
 ]
 
 _HOME = {
@@ -42,6 +44,7 @@ _HOME = {
     "quantize_mxfp8": "megamoe.quantize",
     "quantize_nvfp4": "megamoe.quantize",
     "resolve_recipe": "megamoe.recipe",
+    "set_default_backend": "megamoe.backend_choice",
 }
 
 

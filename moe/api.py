@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from megamoe import debug, ops, validation
-from megamoe.backends import select
+from megamoe.backend_choice import choose
 from megamoe.backends.base import Layer, LayerRequest, named_tensors
 from megamoe.options import LayerOptions, resolve
 from megamoe.parameters import LayerParameters
@@ -58,7 +58,7 @@ def mega_moe(
     expert_map: torch.Tensor | None = None,
     check_ids: bool = False,
     output: torch.Tensor | None = None,
-    moe_backend: str = "triton",
+    moe_backend: str | None = None,
 ) -> torch.Tensor:
     """One MoE layer on plain tensors. Prepares the weights anew at every call: use `MegaMoE` for serving.
 
@@ -105,7 +105,8 @@ def mega_moe(
     gives each id's index into w13, −1 for none. A dense shared MLP is added on every rank that is given one.
     output: BF16 [T, H] to write into, rows may be strided; allocated when None. T = 0 is allowed.
     moe_backend: "triton", "reference", "deep_gemm", "flashinfer_trtllm" (upstream itself, where it is installed and can
-    run) or "auto" (triton where it can run, else reference).
+    run) or "auto" (triton where it can run, else reference). None: what `megamoe.set_default_backend` set, else the
+    environment variable MEGAMOE_BACKEND, else "triton". The choice is logged once, to the logger "megamoe".
 
     Nothing is differentiable: a tensor with requires_grad=True is refused, also under `torch.no_grad()`; pass it
     detached. Under `torch.compile` the call is one op, which raises when it runs.
@@ -142,7 +143,7 @@ def mega_moe(
     call = _Call(spec, parameters, w13.device, check_ids)
     call.check(hidden_states, topk_ids, topk_weights, output)
     request = LayerRequest(spec, w13.device, max(num_tokens, 1))
-    backend = select(moe_backend, request)
+    backend = choose(moe_backend, request)
     with device_guard(w13.device):
         layer = backend.open(request, validation.canonical(weights, recipe), parameters)
         return call.run(layer, hidden_states, topk_ids, topk_weights, output)
@@ -223,7 +224,7 @@ class MegaMoE:
         num_experts: int | None = None,
         expert_map: torch.Tensor | None = None,
         check_ids: bool = False,
-        moe_backend: str = "triton",
+        moe_backend: str | None = None,
     ) -> None:
         if not isinstance(weights, MoEWeights):
             raise TypeError(f"weights is a {type(weights).__name__}; expected what megamoe.prepare_weights returns")
@@ -245,7 +246,7 @@ class MegaMoE:
         self.max_tokens = max_tokens
         self._call = _Call(self.spec, parameters, self.device, check_ids)
         request = LayerRequest(self.spec, self.device, max_tokens)
-        backend = select(moe_backend, request)
+        backend = choose(moe_backend, request)
         self.backend = backend.name
         with device_guard(self.device):
             self._layer = backend.open(request, weights, parameters)

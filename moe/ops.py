@@ -26,7 +26,7 @@ _OPTIONS = """str mma_type, str? act_scale=None, str? numerics=None, str w13_lay
     float? activation_clamp=None, float? activation_alpha=None, float? activation_beta=None,
     Tensor? clamp_tensor=None, Tensor? alpha_tensor=None, Tensor? beta_tensor=None,
     float routed_scaling_factor=1.0, int local_expert_offset=0, int? num_experts=None, Tensor? expert_map=None,
-    bool check_ids=False, str moe_backend="triton" """
+    bool check_ids=False, str? moe_backend=None"""
 _EITHER = {"activation_clamp": "clamp_tensor", "activation_alpha": "alpha_tensor", "activation_beta": "beta_tensor"}
 
 _LAYERS: WeakValueDictionary[int, MegaMoE] = WeakValueDictionary()

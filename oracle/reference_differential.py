@@ -62,7 +62,9 @@ def run_ours(
     spec: LayerSpec, weights: MoEWeights, max_tokens: int, x_gsf: torch.Tensor | None = None
 ) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]:
     """Our layer on prepared weights, through the public API, into an output of NaN."""
-    layer = megamoe.MegaMoE(weights, max_tokens, spec.top_k, activation_clamp=spec.activation_clamp, x_gsf=x_gsf)
+    layer = megamoe.MegaMoE(
+        weights, max_tokens, spec.top_k, activation_clamp=spec.activation_clamp, x_gsf=x_gsf, moe_backend="triton"
+    )
 
     def call(x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor) -> torch.Tensor:
         return layer(x, topk_ids, topk_weights, torch.full_like(x, torch.nan))

@@ -95,7 +95,7 @@ def test_the_signature_is_the_contract() -> None:
         **dict.fromkeys(["num_experts", "expert_map"]),
         "check_ids": False,
         "output": None,
-        "moe_backend": "triton",
+        "moe_backend": None,
     }  # fmt: skip
 
 

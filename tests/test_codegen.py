@@ -44,6 +44,7 @@ JOBS = [
 CONTRACTS = {
     "pre_dispatch": frozenset(),
     "combine": frozenset(),
+    "mxfp4_requant": frozenset(),
     "down": frozenset(),
     "requantize": frozenset({"div.full", "ex2.approx"}),
     "gate_up": frozenset({"div.full", "ex2.approx"}),

@@ -211,7 +211,7 @@ SCALARS = {
     "mma_type": (*WORD_DAMAGE, None),
     "act_scale": WORD_DAMAGE,
     "numerics": WORD_DAMAGE,
-    "moe_backend": (*WORD_DAMAGE, None),
+    "moe_backend": WORD_DAMAGE,
     "check_ids": (1, None, "yes"),
 }
 

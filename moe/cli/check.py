@@ -45,14 +45,32 @@ class Result:
 @click.option("--mma-type", "mma_types", type=click.Choice(MMA_TYPES), multiple=True, help="Only these recipes.")
 @click.option("--case", "texts", multiple=True, help="Only cases whose kernel/recipe/name holds this text.")
 @click.option("--download", is_flag=True, help="Fetch upstream's published wheels into the user's cache first.")
+@click.option(
+    "--checkpoint",
+    type=click.Path(path_type=Path, exists=True, file_okay=False),
+    help="A model's folder: check one of its layers instead, on every backend that can run.",
+)
+@click.option("--layer", type=click.IntRange(0), help="The layer's number in the checkpoint's names.")
+@click.option("--tokens", type=click.IntRange(1), help="Tokens of the checkpoint layer's call. Default: 16.")
 def check(
-    path: Path | None, backends: tuple[str, ...], mma_types: tuple[str, ...], texts: tuple[str, ...], download: bool
+    path: Path | None,
+    backends: tuple[str, ...],
+    mma_types: tuple[str, ...],
+    texts: tuple[str, ...],
+    download: bool,
+    checkpoint: Path | None,
+    layer: int | None,
+    tokens: int | None,
 ) -> None:
     """Compare every kernel with the reference and with the upstream kernels, layouts and functions that can run on
-    this machine, and say why the others can't.
+    this machine, and say why the others can't; with --checkpoint, one layer of a model's weights on every backend.
 
     Exits with status 1 when a byte or an error is beyond its limit, or when nothing was compared.
     """
+    if checkpoint is None and (layer is not None or tokens is not None):
+        raise click.UsageError("--layer and --tokens are of a --checkpoint")
+    if checkpoint is not None and (layer is None or texts or download or "reference" in backends):
+        raise click.UsageError("--checkpoint needs --layer and takes no --case, --download or --backend reference")
     console = open_console()
     device, triton_reason = open_device()
     from megamoe.oracle import suites  # it loads triton, which `open_device` must do first
@@ -60,6 +78,13 @@ def check(
     console.print(f"megamoe {megamoe.__version__} on {describe(device)}")
     if triton_reason is not None:
         console.print(f"triton: {triton_reason}", markup=False)
+    if checkpoint is not None and layer is not None:
+        from megamoe.cli.check_checkpoint import check_checkpoint
+
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", RuntimeWarning)  # NumPy's, in the interpreter
+            check_checkpoint(console, device, checkpoint, layer, tokens or 16, backends, mma_types, path)
+        return
     problems = suites.fetch() if download else []
     for problem in problems:
         console.print(problem, style="yellow", markup=False)
@@ -75,7 +100,7 @@ def check(
             results.append(_run(case, device))
             progress.advance(task)
             if path is not None:  # after every case: a run that is cut short leaves what it has
-                path.write_text(json.dumps(_strict(_report(device, results)), indent=1) + "\n")
+                path.write_text(json.dumps(strict(_report(device, results)), indent=1) + "\n")
     _print(console, results)
     ran = [result for result in results if result.outcome is not None]
     failed = [result for result in ran if result.outcome is not None and result.outcome.problem is not None]
@@ -199,12 +224,12 @@ def _report(device: torch.device, results: list[Result]) -> dict[str, Any]:
     }
 
 
-def _strict(value: Any) -> Any:
+def strict(value: Any) -> Any:
     """JSON has no infinity and no NaN: their names instead."""
     if isinstance(value, dict):
-        return {key: _strict(item) for key, item in value.items()}
+        return {key: strict(item) for key, item in value.items()}
     if isinstance(value, list):
-        return [_strict(item) for item in value]
+        return [strict(item) for item in value]
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
