@@ -137,3 +137,24 @@ def test_pictures_without_matplotlib_are_refused_in_a_line(tmp_path: Path, monke
     result = CliRunner().invoke(cli.main, ["report", str(tmp_path / "r.json"), "--png", str(tmp_path / "png")])
     assert result.exit_code == 1
     assert "Error: the pictures need matplotlib: pip install 'megamoe[bench]'" in result.output
+
+
+def test_the_table_of_a_model(tmp_path: Path) -> None:
+    """Peers stand below the recipe that judges them; the fastest of a group is bold; what is wrong is left out."""
+    results = _results()
+    ours = [replace(row, judged_by=row.recipe) for row in results.records]
+    peer = replace(ours[1], backend="humming_token", numerics="humming", median_us=20.04)
+    save(Results(results.meta, [*ours, peer]), tmp_path / "r.json")
+    printed = CliRunner().invoke(cli.main, ["report", str(tmp_path / "r.json"), "--table", "deepseek-v4-flash"])
+    assert printed.exit_code == 0, printed.output
+    lines = printed.output.splitlines()
+    assert lines[0] == "| µs | 1 | 64 | 4,096 |"
+    assert lines[2] == "| **ours**, `fp8xfp4` `mx32` | **40.0** | **320** | **2,560** |"
+    at = lines.index("| **ours**, `fp8xfp8` `block128` | 60.0 | **480** | **3,840** |")
+    assert set(lines[at + 1 : at + 3]) == {
+        "| `deep_gemm_fused` | 80.0 | 640 | 5,120 |",
+        "| `humming_token` | **20.0** |  |  |",
+    }
+    missing = CliRunner().invoke(cli.main, ["report", str(tmp_path / "r.json"), "--table", "deepseek-v4-pro"])
+    assert missing.exit_code == 2
+    assert "no rows of deepseek-v4-pro" in missing.output

@@ -13,10 +13,12 @@ from megamoe.cli.console import open_console
 @click.argument("results", type=click.Path(path_type=Path))
 @click.option("--html", type=click.Path(path_type=Path, dir_okay=False), help="Write the self-contained page here.")
 @click.option("--png", type=click.Path(path_type=Path, file_okay=False), help="Write one picture per plot into here.")
-def report(results: Path, html: Path | None, png: Path | None) -> None:
-    """Make a page (--html) or pictures (--png, needs matplotlib) of RESULTS, what `megamoe bench --json` wrote.
+@click.option("--table", "tables", multiple=True, help="Print this model's layers as a Markdown table.")
+def report(results: Path, html: Path | None, png: Path | None, tables: tuple[str, ...]) -> None:
+    """Make a page (--html), pictures (--png, needs matplotlib) or a table (--table MODEL) of RESULTS, what
+    `megamoe bench --json` wrote.
 
-    Without either option: the page, beside RESULTS.
+    Without any option: the page, beside RESULTS.
     """
     from megamoe.bench.records import load
 
@@ -27,7 +29,14 @@ def report(results: Path, html: Path | None, png: Path | None) -> None:
         raise click.UsageError(str(error)) from None
     if not loaded.records:
         raise click.UsageError(f"{results} has no records")
-    if html is None and png is None:
+    for model in tables:
+        from megamoe.bench.report.markdown import layer_table
+
+        try:
+            click.echo(layer_table(loaded, model), nl=False)
+        except ValueError as error:
+            raise click.UsageError(str(error)) from None
+    if html is None and png is None and not tables:
         html = results.with_suffix(".html")
     if html is not None:
         from megamoe.bench.report.html import write_html
