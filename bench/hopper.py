@@ -23,7 +23,7 @@ from megamoe.recipe import Recipe
 from megamoe.spec import LayerSpec
 
 if TYPE_CHECKING:
-    from megamoe.kernels.hopper.layer import HopperWeights, HopperWorkspace
+    from megamoe.kernels.hopper.layer import HopperWorkspace, Weights
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class HopperTier:
         from megamoe.kernels.hopper.layer import prepare_hopper
 
         spec = spec_of(point.shape, recipe)
-        weights = store.cached("hopper", lambda: prepare_hopper(store.prepared(recipe)))
+        weights = store.cached(("hopper", spec.traits.weight), lambda: prepare_hopper(store.prepared(recipe)))
         return HopperTierLayer(spec, weights, store.parameters(recipe), inputs)
 
 
@@ -62,7 +62,7 @@ class HopperTierLayer:
     graph_reason = None
 
     def __init__(
-        self, spec: LayerSpec, weights: HopperWeights, parameters: LayerParameters, inputs: Sequence[Inputs]
+        self, spec: LayerSpec, weights: Weights, parameters: LayerParameters, inputs: Sequence[Inputs]
     ) -> None:
         from megamoe.kernels.hopper.layer import HopperWorkspace
 
@@ -86,7 +86,9 @@ class HopperTierLayer:
     @property
     def note(self) -> str:
         chunks = "+".join(str(chunk) for chunk in self._tile.chunks if chunk)
-        return f"128×({chunks})×256, {self._tile.stages} stages, {self._tile.ctas_per_sm} CTAs per SM"
+        stage = 256 if self._spec.traits.weight == "e2m1" else 128
+        box = f"128×({chunks})×{stage}" if self._tile.swapped else f"({chunks})×256×{stage}, tokens as rows"
+        return f"{box}, {self._tile.stages} stages, {self._tile.ctas_per_sm} CTAs per SM"
 
     def calls(self, stage: str, output: torch.Tensor) -> list[Call]:
         steps: dict[str, Sequence[Step]] = {
@@ -111,6 +113,7 @@ class HopperTierLayer:
         scatter(
             i.x, i.topk_ids, i.topk_weights, ws.plan, num_tiles=num_tiles, q=ws.q, scale=ws.scale,
             row_weight=ws.row_weight, packed_tiles=ws.packed_tiles, tile_count=ws.tile_count,
+            k_order=self._spec.traits.weight == "e2m1",
         )  # fmt: skip
 
     def _gate_up(self, i: Inputs, ws: HopperWorkspace, output: torch.Tensor) -> None:

@@ -222,9 +222,9 @@ def cases() -> dict[str, Callable[[str], None]]:
         arithmetic = "trtllm" if recipe.numerics == "trtllm_gen" else "deep_gemm"
         found.setdefault(f"requantize/{traits(recipe).mid_kind}/{arithmetic}", partial(_requantize_case, recipe))
     if torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9:
-        for path in HOPPER_RECIPES:
+        for recipe in HOPPER_RECIPES:
             for tokens in HOPPER_TOKENS:
-                found[f"hopper/{path}/{tokens} tokens"] = partial(_hopper_case, path, tokens)
+                found[f"hopper/{recipe}/{tokens} tokens"] = partial(_hopper_case, recipe, tokens)
     return found
 
 

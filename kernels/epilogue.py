@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 
 from megamoe.codegen.job import CompileJob
+from megamoe.formats import round_to_bf16
 from megamoe.kernels.layouts.gate_up import split_gran8, split_gran16_even_odd
 from megamoe.kernels.numerics import e2m1_code_rne, e4m3_to_f32, f32_to_e4m3, ue8m0_ceil, ue8m0_inverse
 from megamoe.kernels.operands import POINTER_TYPES
@@ -264,7 +265,7 @@ def activation_arguments(
     has_clamp = clamp is not None and clamp != float("inf")
     limit = clamp if clamp is not None and has_clamp else 0.0
     if round_bf16:
-        limit = torch.tensor(limit).bfloat16().item()
+        limit = round_to_bf16(limit)
     return ActivationArguments(
         activation,
         round_bf16,

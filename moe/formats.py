@@ -17,6 +17,7 @@ UE4M3    8     E4M3 of a non-negative number: bit 7 is 0
 from __future__ import annotations
 
 import math
+import struct
 from itertools import pairwise
 from typing import Literal
 
@@ -37,7 +38,8 @@ _FP32_MANTISSA = (1 << _FP32_MANTISSA_BITS) - 1
 def decode_e2m1(codes: torch.Tensor) -> torch.Tensor:
     """fp32 value of each E2M1 code (uint8, one code per element; bits 4–7 are ignored). Code 8 is −0."""
     _require("codes", codes, torch.uint8)
-    table = torch.tensor(E2M1_VALUES + tuple(-value for value in E2M1_VALUES), device=codes.device)
+    values = E2M1_VALUES + tuple(-value for value in E2M1_VALUES)
+    table = torch.tensor(values, dtype=torch.float32, device=codes.device)
     return table[(codes & 0xF).long()]
 
 
@@ -58,7 +60,7 @@ def encode_e2m1(x: torch.Tensor, ties: Ties) -> torch.Tensor:
         # so that "strictly below" admits it too.
         midpoints[1::2] = [_fp32_before(midpoint) for midpoint in midpoints[1::2]]
     magnitude = x.abs().contiguous()
-    code = torch.bucketize(magnitude, torch.tensor(midpoints, device=x.device), out_int32=True)
+    code = torch.bucketize(magnitude, torch.tensor(midpoints, dtype=torch.float32, device=x.device), out_int32=True)
     negative = torch.signbit(x)
     if ties == "toward_zero":
         negative = negative & (code != 0)
@@ -146,9 +148,41 @@ def ue8m0_inverse(codes: torch.Tensor) -> torch.Tensor:
     return ((254 - codes.int()) << _FP32_MANTISSA_BITS).view(torch.float32)
 
 
+def round_to_fp32(value: float) -> float:
+    """The fp32 number nearest to `value`, ties to even; one too large becomes infinite, NaN stays.
+
+    Of a Python number, without a tensor: whatever torch's default device and dtype, and without waiting for a GPU.
+    """
+    try:
+        rounded: float = struct.unpack("f", struct.pack("f", value))[0]
+    except OverflowError:
+        return math.copysign(math.inf, value)
+    return rounded
+
+
+def round_to_bf16(value: float) -> float:
+    """As `round_to_fp32`, then to the nearest BF16 number, ties to even: what a launch passes as a BF16 limit."""
+    value = round_to_fp32(value)
+    if not math.isfinite(value):
+        return value
+    bits = _fp32_bits(value)
+    bits += 0x7FFF + (bits >> 16 & 1)
+    return _fp32_of_bits(bits & 0xFFFF0000)
+
+
 def _fp32_before(value: float) -> float:
-    """The largest fp32 number below `value`."""
-    return torch.nextafter(torch.tensor(value), torch.tensor(-math.inf)).item()
+    """The largest fp32 number below `value`, which is one itself and positive."""
+    return _fp32_of_bits(_fp32_bits(value) - 1)
+
+
+def _fp32_bits(value: float) -> int:
+    bits: int = struct.unpack("I", struct.pack("f", value))[0]
+    return bits
+
+
+def _fp32_of_bits(bits: int) -> float:
+    value: float = struct.unpack("f", struct.pack("I", bits))[0]
+    return value
 
 
 def _require(name: str, tensor: torch.Tensor, *allowed: torch.dtype) -> None:

@@ -14,6 +14,7 @@ from typing import Literal
 
 import torch
 
+from megamoe.formats import round_to_fp32
 from megamoe.plain_weights import PlainWeights, element_format
 from megamoe.recipe import ElementFormat, Recipe, ScaleFormat, traits
 from megamoe.spec import MAX_EXPERTS, MAX_TOP_K
@@ -116,7 +117,7 @@ def check_number(name: str, value: object, allowed: str) -> float:
         number = math.inf if value > 0 else -math.inf  # type: ignore[operator]
     if 0 < abs(number) < 2.0**-126:
         raise ValueError(f"{name} is {number}; allowed: {allowed}, and if not 0 at least 2^-126 in magnitude")
-    return torch.tensor(number, dtype=torch.float32).item()
+    return round_to_fp32(number)
 
 
 def check_count(name: str, value: object, low: int, high: int | None = None) -> int:

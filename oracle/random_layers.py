@@ -175,8 +175,8 @@ def random_weights(
     if bias:
         weights = replace(
             weights,
-            w13_bias=0.3 * torch.randn(experts, 2 * width, generator=generator, device=device),
-            w2_bias=0.3 * torch.randn(experts, hidden, generator=generator, device=device),
+            w13_bias=0.3 * torch.randn(experts, 2 * width, generator=generator, dtype=torch.float32, device=device),
+            w2_bias=0.3 * torch.randn(experts, hidden, generator=generator, dtype=torch.float32, device=device),
         )
     if global_scales:
         weights = replace(
@@ -198,15 +198,15 @@ def random_inputs(spec: LayerSpec, tokens: int, generator: torch.Generator, *, m
     device, routed = generator.device, spec.top_k - spec.shared_slots
     if routed < 1:
         raise ValueError(f"top_k={spec.top_k} counts the {spec.shared_slots} shared slots; at least one more is needed")
-    x = torch.randn(tokens, spec.hidden, generator=generator, device=device)
-    x *= torch.exp2(2 * torch.rand(tokens, 1, generator=generator, device=device) - 1)
-    scores = torch.rand(tokens, spec.num_experts, generator=generator, device=device)
+    x = torch.randn(tokens, spec.hidden, generator=generator, dtype=torch.float32, device=device)
+    x *= torch.exp2(2 * torch.rand(tokens, 1, generator=generator, dtype=torch.float32, device=device) - 1)
+    scores = torch.rand(tokens, spec.num_experts, generator=generator, dtype=torch.float32, device=device)
     shared = spec.num_experts + torch.arange(spec.shared_slots, dtype=torch.int32, device=device)
     ids = torch.cat([scores.topk(routed, dim=-1).indices.int(), shared.expand(tokens, -1)], dim=1)
-    ids[torch.rand(tokens, spec.top_k, generator=generator, device=device) < masked] = -1
-    weights = 0.25 + torch.rand(tokens, routed, generator=generator, device=device)
+    ids[torch.rand(tokens, spec.top_k, generator=generator, dtype=torch.float32, device=device) < masked] = -1
+    weights = 0.25 + torch.rand(tokens, routed, generator=generator, dtype=torch.float32, device=device)
     weights = weights / weights.sum(-1, keepdim=True)
-    ones = torch.ones(tokens, spec.shared_slots, device=device)
+    ones = torch.ones(tokens, spec.shared_slots, dtype=torch.float32, device=device)
     return Inputs(x.bfloat16(), ids, torch.cat([weights, ones], dim=1))
 
 
@@ -232,7 +232,7 @@ def random_parameters(
     if expert_scales:
         values["expert_scales"] = _uniform(generator, 0.5, 1.5, spec.num_experts)
     if spec.has_expert_map:
-        order = torch.randperm(spec.num_experts, generator=generator, device=generator.device)
+        order = torch.randperm(spec.num_experts, generator=generator, dtype=torch.float32, device=generator.device)
         expert_map = torch.full((spec.num_experts,), -1, dtype=torch.int32, device=generator.device)
         local = torch.arange(spec.num_local_experts, dtype=torch.int32, device=generator.device)
         expert_map[order[: spec.num_local_experts]] = local
@@ -275,7 +275,7 @@ def _stacked(
         sf_shape = (count, parts, -(-part_rows // fmt.rows), -(-cols // fmt.cols))
         sf = torch.empty(sf_shape, dtype=torch.float32 if fmt.scale == "fp32" else torch.uint8, device=device)
     for index in itertools.product(range(count), range(parts)):
-        w = torch.randn(part_rows, cols, generator=generator, device=device) * cols**-0.5
+        w = torch.randn(part_rows, cols, generator=generator, dtype=torch.float32, device=device) * cols**-0.5
         elements, scales = quantize_weight(w, fmt)
         q.view(torch.uint8)[index] = elements.view(torch.uint8)
         if sf is not None and scales is not None:
@@ -289,4 +289,4 @@ def _first(stacked: tuple[torch.Tensor, torch.Tensor | None]) -> tuple[torch.Ten
 
 
 def _uniform(generator: torch.Generator, low: float, high: float, *shape: int) -> torch.Tensor:
-    return low + (high - low) * torch.rand(*shape, generator=generator, device=generator.device)
+    return low + (high - low) * torch.rand(*shape, generator=generator, dtype=torch.float32, device=generator.device)

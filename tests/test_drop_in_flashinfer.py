@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from megamoe import flashinfer as drop_in
+from megamoe.backends.base import UnsupportedError
 from megamoe.flashinfer import Fp8QuantizationType as Fp8
 from megamoe.flashinfer import RoutingMethodType, pack_topk_ids, prepared_bytes
 from megamoe.flashinfer.routing import Router, route
@@ -586,3 +587,15 @@ def test_a_graph_replays_new_tokens_and_weights_must_be_prepared_before(device: 
         torch.cuda.graph(torch.cuda.CUDAGraph()),
     ):
         drop_in.trtllm_fp4_block_scale_moe(**new, output=other)
+
+
+def test_another_default_backend_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    from megamoe.flashinfer.layer import require_served
+    from megamoe.recipe import Recipe
+    from megamoe.spec import LayerSpec
+
+    spec = LayerSpec(Recipe("fp8xfp4", "mx32", "trtllm_gen"), 128, 128, 2, 1)
+    require_served(spec, torch.device("cpu"), 1)
+    monkeypatch.setenv("MEGAMOE_BACKEND", "reference")
+    with pytest.raises(UnsupportedError, match=r"'reference' \(asked for by MEGAMOE_BACKEND=reference\); megamoe"):
+        require_served(spec, torch.device("cpu"), 1)

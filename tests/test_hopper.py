@@ -15,12 +15,16 @@ from megamoe.recipe import Recipe
 IS_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not IS_HOPPER, reason="needs compute capability 9.x")]
 
-RECIPES = {scale: Recipe("fp8xfp4", scale, "deep_gemm_sm90") for scale in ("block128", "token")}
+RECIPES = {
+    "block128": Recipe("fp8xfp4", "block128", "deep_gemm_sm90"),
+    "token": Recipe("fp8xfp4", "token", "deep_gemm_sm90"),
+    "e4m3": Recipe("fp8xfp8", "block128", "deep_gemm_sm90"),
+}
 SHAPE = dict(hidden=768, intermediate=512, num_experts=7, top_k=3, activation_clamp=2.0)
 
 
-def _layer(scale: str, tokens: int, **options: object) -> Layer:
-    return random_layer(RECIPES[scale], tokens=tokens, device="cuda", **{**SHAPE, **options})  # type: ignore[arg-type]
+def _layer(recipe: str, tokens: int, **options: object) -> Layer:
+    return random_layer(RECIPES[recipe], tokens=tokens, device="cuda", **{**SHAPE, **options})  # type: ignore[arg-type]
 
 
 def _open(layer: Layer, max_tokens: int | None = None) -> megamoe.MegaMoE:
@@ -43,10 +47,10 @@ def _agree(layer: Layer, output: torch.Tensor) -> None:
 
 
 @pytest.mark.parametrize("tokens", (1, 5, 18, 19, 60, 75, 200, 262, 700))
-@pytest.mark.parametrize("scale", RECIPES)
-def test_every_tile_of_the_heuristic(scale: str, tokens: int) -> None:
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_every_tile_of_the_heuristic(recipe: str, tokens: int) -> None:
     """7 experts, 3 slots per token: from a fraction of a row per expert to several prefill tiles."""
-    layer = _layer(scale, tokens, masked=0.1)
+    layer = _layer(recipe, tokens, masked=0.1)
     moe = _open(layer)
     assert _tier(moe) == "HopperLayer"
     output = torch.full_like(layer.x, torch.nan)
@@ -61,13 +65,14 @@ OPTIONS: dict[str, dict[str, object]] = {
     "one expert": {"num_experts": 1, "top_k": 1},
     "256 experts": {"num_experts": 256, "top_k": 8},
     "V4-Flash's width": {"hidden": 4096, "intermediate": 2048},
+    "wide experts": {"hidden": 256, "intermediate": 1024, "num_experts": 2, "top_k": 2},
 }
 
 
 @pytest.mark.parametrize("option", OPTIONS)
-@pytest.mark.parametrize("scale", RECIPES)
-def test_options(scale: str, option: str) -> None:
-    layer = _layer(scale, 33, **OPTIONS[option])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_options(recipe: str, option: str) -> None:
+    layer = _layer(recipe, 33, **OPTIONS[option])
     moe = _open(layer)
     assert _tier(moe) == "HopperLayer"
     _agree(layer, moe(layer.x, layer.topk_ids, layer.topk_weights))
@@ -83,17 +88,17 @@ ROUTINGS = {
 
 @pytest.mark.parametrize("routing", ROUTINGS)
 @pytest.mark.parametrize("tokens", (6, 150))
-@pytest.mark.parametrize("scale", RECIPES)
-def test_routings(scale: str, tokens: int, routing: str) -> None:
-    layer = _layer(scale, tokens)
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_routings(recipe: str, tokens: int, routing: str) -> None:
+    layer = _layer(recipe, tokens)
     layer = dataclasses.replace(layer, topk_ids=ROUTINGS[routing](layer.topk_ids))
     _agree(layer, _open(layer)(layer.x, layer.topk_ids, layer.topk_weights))
 
 
-@pytest.mark.parametrize("scale", RECIPES)
-def test_runs_batches_and_graphs_give_the_same_bits(scale: str) -> None:
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_runs_batches_and_graphs_give_the_same_bits(recipe: str) -> None:
     """A token's bits may depend on the tile its batch size picks, never on the run, the graph or what came before."""
-    layer = _layer(scale, 300)
+    layer = _layer(recipe, 300)
     moe = _open(layer)
     call = (layer.x, layer.topk_ids, layer.topk_weights)
     first = moe(*call)
@@ -110,9 +115,39 @@ def test_runs_batches_and_graphs_give_the_same_bits(scale: str) -> None:
     assert_bytes_equal(output, first, "the graph's output")
 
 
-@pytest.mark.parametrize("scale", RECIPES)
-def test_weights_of_too_many_binades_keep_the_portable_kernels(scale: str) -> None:
-    layer = _layer(scale, 20)
+def test_e4m3_weights_are_read_as_they_are() -> None:
+    """No second copy of a layer's weights: the tier holds the tensors that `prepare_weights` made."""
+    layer = _layer("e4m3", 20)
+    weights = megamoe.prepare_weights(**weight_arguments(layer))
+    moe = megamoe.MegaMoE(weights, 20, layer.spec.top_k, **layer_arguments(layer))
+    held = moe._layer._weights  # type: ignore[attr-defined]
+    assert held.w13.weight.data_ptr() == weights.routed.w13.data_ptr()
+    assert held.w2.weight.data_ptr() == weights.routed.w2.data_ptr()
+    plain = moe._layer.weights  # type: ignore[attr-defined]
+    assert_bytes_equal(plain.w13, layer.weights.w13, "w13")
+    assert_bytes_equal(plain.w2, layer.weights.w2, "w2")
+
+
+def test_e4m3_scales_of_every_size() -> None:
+    """Each weight scale, token scale and group at a place of its own: blocks differ by orders of magnitude."""
+    layer = _layer("e4m3", 150, num_experts=3, top_k=2)
+    generator = torch.Generator().manual_seed(0)
+    for scale in (layer.weights.w13_scale, layer.weights.w2_scale):
+        assert scale is not None
+        scale *= torch.exp2(torch.randint(-4, 5, scale.shape, generator=generator).float()).to(scale.device)
+    layer.x *= (
+        torch.exp2(torch.randint(-3, 4, (150, 6), generator=generator).float()).repeat_interleave(128, 1).to("cuda")
+    )
+    for tokens in (7, 40, 90, 150):
+        few = dataclasses.replace(
+            layer, x=layer.x[:tokens], topk_ids=layer.topk_ids[:tokens], topk_weights=layer.topk_weights[:tokens]
+        )
+        _agree(few, _open(few)(few.x, few.topk_ids, few.topk_weights))
+
+
+@pytest.mark.parametrize("recipe", ("block128", "token"))
+def test_weights_of_too_many_binades_keep_the_portable_kernels(recipe: str) -> None:
+    layer = _layer(recipe, 20)
     assert layer.weights.w2_scale is not None
     layer.weights.w2_scale[2, 5, 1] = layer.weights.w2_scale[2, 5].min() - 12
     moe = _open(layer)
@@ -123,15 +158,17 @@ def test_weights_of_too_many_binades_keep_the_portable_kernels(scale: str) -> No
 @pytest.mark.parametrize(
     "options", [{"hidden": 384}, {"num_shared_experts": 1}, {"bias": True}, {"w13_layout": "interleaved"}], ids=str
 )
-def test_what_the_tier_does_not_serve_runs_on_the_portable_kernels(options: dict[str, object]) -> None:
-    layer = _layer("block128", 20, **options)
+@pytest.mark.parametrize("recipe", ("block128", "e4m3"))
+def test_what_the_tier_does_not_serve_runs_on_the_portable_kernels(recipe: str, options: dict[str, object]) -> None:
+    layer = _layer(recipe, 20, **options)
     moe = _open(layer)
     assert _tier(moe) == "TritonLayer"
     _agree(layer, moe(layer.x, layer.topk_ids, layer.topk_weights))
 
 
-def test_the_first_nan_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    layer = _layer("block128", 20)
+@pytest.mark.parametrize("recipe", ("block128", "e4m3"))
+def test_the_first_nan_is_named(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = _layer(recipe, 20)
     moe = _open(layer)
     monkeypatch.setenv("MEGAMOE_DEBUG", "1")
     moe(layer.x, layer.topk_ids, layer.topk_weights)

@@ -15,8 +15,8 @@ EXPERTS, TOP_K, BLOCK_M = 5, 3, 16
 
 @pytest.mark.parametrize("tokens", (1, 7, 40))
 @pytest.mark.parametrize("hidden", (256, 1024))
-@pytest.mark.parametrize("act_scale", ("block128", "token"))
-def test_rows_scales_weights_and_tiles(act_scale: str, hidden: int, tokens: int, device: str) -> None:
+@pytest.mark.parametrize("act_scale, permuted", (("block128", True), ("token", True), ("block128", False)))
+def test_rows_scales_weights_and_tiles(act_scale: str, permuted: bool, hidden: int, tokens: int, device: str) -> None:
     generator = torch.Generator().manual_seed(tokens)
     wide = torch.randn(tokens, hidden + 64, generator=generator).bfloat16()
     wide[0, :128] = 0
@@ -35,7 +35,7 @@ def test_rows_scales_weights_and_tiles(act_scale: str, hidden: int, tokens: int,
     scatter(
         wide.to(device)[:, :hidden], ids.to(device), weights.to(device), plan, num_tiles=num_tiles,
         q=q.view(torch.float8_e4m3fn), scale=scale, row_weight=row_weight, packed_tiles=packed, tile_count=count,
-        expert_scales=scales.to(device), routed_scaling_factor=2.5,
+        k_order=permuted, expert_scales=scales.to(device), routed_scaling_factor=2.5,
     )  # fmt: skip
 
     expected = quantize(wide[:, :hidden], "fp8_token" if act_scale == "token" else "fp8_block128")
@@ -45,7 +45,9 @@ def test_rows_scales_weights_and_tiles(act_scale: str, hidden: int, tokens: int,
     assert torch.equal(rows >= 0, served)
     assert len(rows[served].unique()) == int(served.sum()), "every slot has a row of its own"
     token = torch.arange(slots)[served] // TOP_K
-    codes = expected.q.view(torch.uint8)[token].unflatten(1, (-1, 128))[:, :, k_order()].flatten(1)
+    codes = expected.q.view(torch.uint8)[token]
+    if permuted:
+        codes = codes.unflatten(1, (-1, 128))[:, :, k_order()].flatten(1)
     assert_bytes_equal(q.cpu()[rows[served]], codes, "rows")
     got_scale = scale.cpu()[..., rows[served]].reshape(-1, len(token)).T.contiguous()
     assert_bytes_equal(got_scale, expected.sf[token], "scales")
@@ -70,6 +72,6 @@ def test_no_tokens(device: str) -> None:
         torch.empty(0, TOP_K, dtype=torch.int32, device=device),
         torch.empty(0, TOP_K, device=device), plan, num_tiles=0, q=q.view(torch.float8_e4m3fn),
         scale=torch.empty(8, device=device), row_weight=torch.empty(8, device=device),
-        packed_tiles=plan.tiles, tile_count=plan.skipped,
+        packed_tiles=plan.tiles, tile_count=plan.skipped, k_order=True,
     )  # fmt: skip
     assert bool((q == 0xFF).all())

@@ -55,6 +55,19 @@ def test_forward_mega_moe(route: str, report: dict[str, Any]) -> None:
         assert found["graph"]["ok"], found
 
 
+def test_experts_in_hoppers_order_close_the_fallback(report: dict[str, Any], device: str) -> None:
+    found = report["hopper order"]
+    assert found["codes' dimensions"] == 4
+    assert found["in place"]
+    assert found["chosen"]
+    assert found["above the cap"].startswith("UnsupportedError: a batch of 65 tokens is beyond SGLANG_OPT_DEEPGEMM_")
+    if device == "cpu":
+        assert found["forward"].startswith("UnsupportedError: l1_weights are in Hopper's order: the SM90 tier needs")
+    else:
+        assert found["ok"], found
+        assert found["graph"]["ok"], found
+
+
 def test_every_route_ran(report: dict[str, Any]) -> None:
     assert tuple(report["routes"]) == ROUTES
     if report["deep_gemm"] == "megamoe.deep_gemm":

@@ -20,14 +20,8 @@ def _scaled(acc, row_scale, token_scale, row0, m0, rows, BM: gl.constexpr, PER_T
 
 
 @gluon.jit
-def activated(
-    acc, row_scale, token_scale, row_weight, row0, m0, rows, clamp, alpha, beta,
-    BM: gl.constexpr, PER_TOKEN: gl.constexpr, ACTIVATION: gl.constexpr, HAS_CLAMP: gl.constexpr,
-):  # fmt: skip
-    """fp32 [32, BM]: the activation of 32 gate and 32 up rows times the top-k weights; SM90's rules, fp32
-    throughout."""
-    acc = _scaled(acc, row_scale, token_scale, row0, m0, rows, BM, PER_TOKEN)
-    gate, up = acc.reshape([4, 2, 8, BM]).permute([0, 2, 3, 1]).split()
+def gated(gate, up, clamp, alpha, beta, ACTIVATION: gl.constexpr, HAS_CLAMP: gl.constexpr):
+    """The activation of gate and up, elementwise in fp32: SM90's rules."""
     if HAS_CLAMP:
         lowest = clamp * -1.0
         gate = gl.where(gate <= clamp, gate, clamp)
@@ -38,15 +32,49 @@ def activated(
         up = up + beta
     else:
         sigmoid = 1.0 / (1.0 + gl.exp(-gate))
-    act = (gate * sigmoid * up).reshape([32, BM])
+    return gate * sigmoid * up
+
+
+@gluon.jit
+def activated_rows(
+    acc, row_weight, row0, m0, rows, clamp, alpha, beta,
+    BM: gl.constexpr, ACTIVATION: gl.constexpr, HAS_CLAMP: gl.constexpr,
+):  # fmt: skip
+    """fp32 [32, BM]: the activation of scaled sums, 32 gate and 32 up rows, times the top-k weights."""
+    gate, up = acc.reshape([4, 2, 8, BM]).permute([0, 2, 3, 1]).split()
+    act = gated(gate, up, clamp, alpha, beta, ACTIVATION, HAS_CLAMP).reshape([32, BM])
     m = m0 + gl.arange(0, BM, gl.SliceLayout(0, act.type.layout))
     return act * gl.load(row_weight + row0 + m, mask=m < rows, other=0.0).expand_dims(0)
+
+
+@gluon.jit
+def activated(
+    acc, row_scale, token_scale, row_weight, row0, m0, rows, clamp, alpha, beta,
+    BM: gl.constexpr, PER_TOKEN: gl.constexpr, ACTIVATION: gl.constexpr, HAS_CLAMP: gl.constexpr,
+):  # fmt: skip
+    """fp32 [32, BM]: the activation of 32 gate and 32 up rows times the top-k weights; SM90's rules, fp32
+    throughout."""
+    acc = _scaled(acc, row_scale, token_scale, row0, m0, rows, BM, PER_TOKEN)
+    return activated_rows(acc, row_weight, row0, m0, rows, clamp, alpha, beta, BM, ACTIVATION, HAS_CLAMP)
 
 
 @gluon.jit
 def column_amax(act):
     """Largest magnitude per token of [32, BM]."""
     return gl.max(gl.abs(act), axis=0)
+
+
+@gluon.jit
+def block_scale(amax):
+    """A group's fp32 scale: floor 1e-10, times fl(1/448)."""
+    return gl.maximum(amax, 1e-10) * (1.0 / 448.0)
+
+
+@gluon.jit
+def quantized(act, scale, AXIS: gl.constexpr):
+    """E4M3 bytes of `act` under the scales of its columns (AXIS 0) or rows (1), by their IEEE reciprocals."""
+    inverse = gl.div_rn(gl.full(scale.shape, 1.0, gl.float32, scale.type.layout), scale)
+    return (act * inverse.expand_dims(AXIS)).to(gl.float8e4nv).to(gl.uint8, bitcast=True)
 
 
 # Four neighbouring bytes of a row per thread: one store instead of four (4 % of GEMM 1 at 1024 tokens).
@@ -58,14 +86,13 @@ def store_quantized(
     act, amax, out, out_scale, row0, m0, rows, block, capacity,
     GROUP: gl.constexpr, WIDTH: gl.constexpr, BM: gl.constexpr, WRITE_SCALE: gl.constexpr,
 ):  # fmt: skip
-    """E4M3 with one fp32 scale per 128 columns: floor 1e-10, times fl(1/448), IEEE reciprocal.
+    """E4M3 with one fp32 scale per 128 columns.
 
     `act` [32, BM] are the columns of scale group GROUP of `block`; they go where `weights.k_order` puts them. `out`
     [capacity, WIDTH], `out_scale` [WIDTH/128, capacity].
     """
-    scale = gl.maximum(amax, 1e-10) * (1.0 / 448.0)
-    inverse = gl.div_rn(gl.full([BM], 1.0, gl.float32, amax.type.layout), scale)
-    values = (act * inverse.expand_dims(0)).to(gl.float8e4nv).to(gl.uint8, bitcast=True)
+    scale = block_scale(amax)
+    values = quantized(act, scale, 0)
     values = gl.convert_layout(values, _BYTES_OUT)
     column = gl.arange(0, 32, gl.SliceLayout(1, _BYTES_OUT))
     position = block * 128 + column // 8 * 32 + column // 4 % 2 * 16 + GROUP * 4 + column % 4
@@ -92,3 +119,86 @@ def store_rows(acc, row_scale, row_slots, out, row0, m0, rows, n0, WIDTH: gl.con
     slot = gl.load(row_slots + row0 + m, mask=m < rows, other=0).to(gl.int64)
     offset = slot.expand_dims(0).expand_dims(1) * (WIDTH // 2) + n0 // 2 + warp * 8 + lane
     gl.store(out + offset, pairs, mask=(m < rows).expand_dims(0).expand_dims(1))
+
+
+@gluon.jit
+def store_group(
+    act, amax, out, out_scale, row0, rows, block, capacity, COLUMN: gl.constexpr,
+    WIDTH: gl.constexpr, BM: gl.constexpr, WRITE_SCALE: gl.constexpr,
+):  # fmt: skip
+    """E4M3 with one fp32 scale per 64 columns, in the natural order: `act` [32, BM] are columns COLUMN … of group
+    `block`. `out` [capacity, WIDTH], `out_scale` [WIDTH/64, capacity]."""
+    scale = block_scale(amax)
+    values = gl.convert_layout(quantized(act, scale, 0), _BYTES_OUT)
+    column = block * 64 + COLUMN + gl.arange(0, 32, gl.SliceLayout(1, _BYTES_OUT))
+    m = gl.arange(0, BM, gl.SliceLayout(0, _BYTES_OUT))
+    offset = (row0 + m).to(gl.int64).expand_dims(0) * WIDTH + column.expand_dims(1)
+    gl.store(out + offset, values, mask=(m < rows).expand_dims(0))
+    if WRITE_SCALE:
+        m = gl.arange(0, BM, scale.type.layout)
+        gl.store(out_scale + block * capacity + row0 + m, scale, mask=m < rows)
+
+
+# Eight neighbouring columns of a token per thread; a warp's 16 weight rows stay with it.
+_COLUMNS_OUT = gl.constexpr(gl.BlockedLayout([8, 1], [2, 16], [4, 1], [0, 1]))
+
+
+@gluon.jit
+def store_columns(acc, row_slots, out, row0, rows, n0, WIDTH: gl.constexpr, BM: gl.constexpr):
+    """Scaled sums [64, BM] as columns n0 … of the slots' BF16 rows; `out` [slots, WIDTH]."""
+    values = gl.convert_layout(acc.to(gl.bfloat16), _COLUMNS_OUT)
+    column = n0 + gl.arange(0, 64, gl.SliceLayout(1, _COLUMNS_OUT))
+    m = gl.arange(0, BM, gl.SliceLayout(0, _COLUMNS_OUT))
+    slot = gl.load(row_slots + row0 + m, mask=m < rows, other=0).to(gl.int64)
+    gl.store(out + slot.expand_dims(0) * WIDTH + column.expand_dims(1), values, mask=(m < rows).expand_dims(0))
+
+
+@gluon.jit
+def activated_columns(
+    acc, row_weight, row0, rows, clamp, alpha, beta, ACTIVATION: gl.constexpr, HAS_CLAMP: gl.constexpr
+):  # fmt: skip
+    """fp32 [64, 64]: the activation of scaled sums, 64 tokens × 64 gate and 64 up columns interleaved by eights, times
+    the top-k weights."""
+    gate, up = acc.reshape([64, 8, 2, 8]).permute([0, 1, 3, 2]).split()
+    act = gated(gate, up, clamp, alpha, beta, ACTIVATION, HAS_CLAMP).reshape([64, 64])
+    m = gl.arange(0, 64, gl.SliceLayout(1, act.type.layout))
+    return act * gl.load(row_weight + row0 + m, mask=m < rows, other=0.0).expand_dims(1)
+
+
+# 16 bytes of a row per thread, and a warp's 16 tokens stay with it.
+_GROUP_ROWS = gl.constexpr(gl.BlockedLayout([2, 16], [8, 4], [4, 1], [1, 0]))
+
+
+@gluon.jit
+def store_group_rows(act, out, out_scale, row0, rows, group, capacity, WIDTH: gl.constexpr):
+    """E4M3 with one fp32 scale: `act` [64, 64] are 64 tokens' columns of a scale group. `out` [capacity, WIDTH],
+    `out_scale` [WIDTH/64, capacity]."""
+    scale = block_scale(gl.max(gl.abs(act), axis=1))
+    values = gl.convert_layout(quantized(act, scale, 1), _GROUP_ROWS)
+    column = group * 64 + gl.arange(0, 64, gl.SliceLayout(0, _GROUP_ROWS))
+    m = gl.arange(0, 64, gl.SliceLayout(1, _GROUP_ROWS))
+    offset = (row0 + m).to(gl.int64).expand_dims(1) * WIDTH + column.expand_dims(0)
+    gl.store(out + offset, values, mask=(m < rows).expand_dims(1))
+    m = gl.arange(0, 64, scale.type.layout)
+    gl.store(out_scale + group * capacity + row0 + m, scale, mask=m < rows)
+
+
+# 16 bytes of a row per thread, 128 neighbouring ones per eight threads.
+_TOKEN_ROWS = gl.constexpr(gl.BlockedLayout([4, 8], [4, 8], [4, 1], [1, 0]))
+
+
+@gluon.jit
+def store_token_rows(acc, row_slots, out, row0, rows, n0, WIDTH: gl.constexpr):
+    """Scaled sums [64, 128] of 64 tokens as columns n0 … of their slots' BF16 rows; `out` [slots, WIDTH]."""
+    left, right = acc.to(gl.bfloat16).reshape([64, 2, 64]).permute([0, 2, 1]).split()
+    _store_64_columns(left, row_slots, out, row0, rows, n0, WIDTH)
+    _store_64_columns(right, row_slots, out, row0, rows, n0 + 64, WIDTH)
+
+
+@gluon.jit
+def _store_64_columns(values, row_slots, out, row0, rows, n0, WIDTH: gl.constexpr):
+    values = gl.convert_layout(values, _TOKEN_ROWS)
+    column = n0 + gl.arange(0, 64, gl.SliceLayout(0, _TOKEN_ROWS))
+    m = gl.arange(0, 64, gl.SliceLayout(1, _TOKEN_ROWS))
+    slot = gl.load(row_slots + row0 + m, mask=m < rows, other=0).to(gl.int64)
+    gl.store(out + slot.expand_dims(1) * WIDTH + column.expand_dims(0), values, mask=(m < rows).expand_dims(1))

@@ -32,7 +32,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from megamoe.kernels.hopper.decode import decode, load_spans
 from megamoe.kernels.hopper.epilogue import activated, column_amax, store_quantized, store_rows
-from megamoe.kernels.hopper.tma import fetch_box
+from megamoe.kernels.hopper.tma import fetch_box, stage_barriers
 
 CODE_BYTES = gl.constexpr(16384)  # of a stage: 128 rows × 256 columns
 SPAN_BYTES = gl.constexpr(512)
@@ -404,17 +404,6 @@ def _consume_down(
 
 
 @gluon.jit
-def _barriers(STAGES: gl.constexpr):
-    """(full, empty): a stage is full by one fetch, empty by two warpgroups."""
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(STAGES):
-        mbarrier.init(full.index(i), count=1)
-        mbarrier.init(empty.index(i), count=2)
-    return full, empty
-
-
-@gluon.jit
 def _stage_buffers(
     x0, x1, x2, codes, spans, scales, STAGES: gl.constexpr, N0: gl.constexpr, N1: gl.constexpr, N2: gl.constexpr
 ):  # fmt: skip
@@ -460,20 +449,22 @@ def hopper_gate_up_kernel(
         first_s = _first_half_buffer(N0, 1 + (N1 > 0) + (N2 > 0))
     exchanged = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     mbarrier.init(exchanged, count=2)
-    full, empty = _barriers(STAGES)
+    full, empty = stage_barriers(STAGES)
     fence_async_shared()
     gl.warp_specialize(
         [
             (
                 _consume_gate_up,
                 (0, tiles, tile_count, code_s, span_s, x0_s, x1_s, x2_s, scale_s, full, empty,
-                 amax_s, exchanged, first_s, row_scale, token_scale, row_weight, out, out_scale, capacity, clamp, alpha, beta,
+                 amax_s, exchanged, first_s, row_scale, token_scale, row_weight, out, out_scale,
+                 capacity, clamp, alpha, beta,
                  BLOCKS, I, STEPS, STAGES, N0, N1, N2, PER_TOKEN, ACTIVATION, HAS_CLAMP),
             ),
             (
                 _consume_gate_up,
                 (1, tiles, tile_count, code_s, span_s, x0_s, x1_s, x2_s, scale_s, full, empty,
-                 amax_s, exchanged, first_s, row_scale, token_scale, row_weight, out, out_scale, capacity, clamp, alpha, beta,
+                 amax_s, exchanged, first_s, row_scale, token_scale, row_weight, out, out_scale,
+                 capacity, clamp, alpha, beta,
                  BLOCKS, I, STEPS, STAGES, N0, N1, N2, PER_TOKEN, ACTIVATION, HAS_CLAMP),
             ),
             (
@@ -500,7 +491,7 @@ def hopper_down_kernel(
     code_s, span_s, x0_s, x1_s, x2_s, scale_s = _stage_buffers(
         x0, x1, x2, codes, spans, scales, STAGES, N0, N1, N2
     )  # fmt: skip
-    full, empty = _barriers(STAGES)
+    full, empty = stage_barriers(STAGES)
     fence_async_shared()
     gl.warp_specialize(
         [

@@ -1,4 +1,4 @@
-"""The expert GEMMs of this tier as compile jobs: every tile of the heuristic, for both kinds of activation scales."""
+"""The expert GEMMs of this tier as compile jobs: every tile of the heuristic, for every kind of activation scales."""
 
 from __future__ import annotations
 
@@ -6,19 +6,29 @@ from triton.experimental.gluon import language as gl
 
 from megamoe.codegen.job import CompileJob
 from megamoe.kernels.hopper.config import TILES, HopperTile
+from megamoe.kernels.hopper.e4m3_few import e4m3_few_down_kernel, e4m3_few_gate_up_kernel
+from megamoe.kernels.hopper.e4m3_many import e4m3_many_down_kernel, e4m3_many_gate_up_kernel
 from megamoe.kernels.hopper.expert_gemm import hopper_down_kernel, hopper_gate_up_kernel
-from megamoe.kernels.hopper.layouts import PLAIN_FP32, SWIZZLED_32, SWIZZLED_128
-from megamoe.kernels.hopper.options import constexprs, launch_options
+from megamoe.kernels.hopper.layouts import PLAIN_FP32, SWIZZLED_32, SWIZZLED_64, SWIZZLED_128
+from megamoe.kernels.hopper.options import constexprs, e4m3_boxes, e4m3_constexprs, launch_options
 
 _H, _I = 4096, 2048  # DeepSeek-V4-Flash
+_E4M3 = "fp8xfp8/block128/deep_gemm_sm90"
+_GATE_UP = {
+    "row_weight": "*fp32", "out": "*u8", "out_scale": "*fp32", "capacity": "i32",
+    "clamp": "fp32", "alpha": "fp32", "beta": "fp32",
+}  # fmt: skip
+_TILE_LIST = {"tiles": "*i32", "tile_count": "*i32"}
 
 
 def compile_jobs(arch: int) -> list[CompileJob]:
     if arch != 90:
         return []
     jobs = []
-    for _, tile in TILES:
+    for _, tile in TILES["e2m1"]:
         jobs += [_gate_up(tile, per_token) for per_token in (False, True)] + [_down(tile)]
+    for _, tile in TILES["e4m3"]:
+        jobs += [_e4m3_gate_up(tile), _e4m3_down(tile)]
     return jobs
 
 
@@ -33,37 +43,60 @@ def _operands(tile: HopperTile) -> dict[str, str]:
         "codes": _descriptor("u8", [128, 128], SWIZZLED_128),
         "spans": _descriptor("u8", [16, 32], SWIZZLED_32),
         "scales": _descriptor("fp32", [2, tile.scale_box], PLAIN_FP32),
-        "tiles": "*i32",
-        "tile_count": "*i32",
+        **_TILE_LIST,
         "row_scale": "*fp32",
     }
 
 
-def _job(kernel: str, recipe: str, tile: HopperTile, fn: object, more: dict[str, str], consts: dict) -> CompileJob:
-    signature = {**_operands(tile), **more}
-    chunks = "+".join(str(chunk) for chunk in tile.chunks if chunk)
+def _job(
+    kernel: str, recipe: str, tile: HopperTile, fn: object, signature: dict[str, str], consts: dict[str, object]
+) -> CompileJob:
+    mma_type, scale, _ = recipe.split("/")
     return CompileJob(
-        name=f"hopper {kernel}/{recipe}/{chunks}x{tile.stages}",
+        name=f"hopper {kernel}/{scale if mma_type == 'fp8xfp4' else 'e4m3'}/{tile}",
         kernel=f"hopper_{kernel}",
-        recipe=f"fp8xfp4/{recipe}/deep_gemm_sm90",
+        recipe=recipe,
         fn=fn,
         signature=signature,
-        constexprs={"H": _H, "I": _I, **constexprs(tile), **consts},
-        options=launch_options(tile),
+        constexprs={"H": _H, "I": _I, **consts},
+        options=dict(launch_options(tile)),
         divisible_by_16=frozenset(name for name, kind in signature.items() if kind.startswith("*")),
         contract=frozenset({"div.full", "ex2.approx", "fusion"}),
     )
 
 
 def _gate_up(tile: HopperTile, per_token: bool) -> CompileJob:
-    more = {
-        "token_scale": "*fp32", "row_weight": "*fp32", "out": "*u8", "out_scale": "*fp32", "capacity": "i32",
-        "clamp": "fp32", "alpha": "fp32", "beta": "fp32",
-    }  # fmt: skip
-    consts = {"PER_TOKEN": per_token, "ACTIVATION": "swiglu", "HAS_CLAMP": True}
-    return _job("gate_up", "token" if per_token else "block128", tile, hopper_gate_up_kernel, more, consts)
+    signature = {**_operands(tile), "token_scale": "*fp32", **_GATE_UP}
+    consts = {**constexprs(tile), "PER_TOKEN": per_token, "ACTIVATION": "swiglu", "HAS_CLAMP": True}
+    recipe = f"fp8xfp4/{'token' if per_token else 'block128'}/deep_gemm_sm90"
+    return _job("gate_up", recipe, tile, hopper_gate_up_kernel, signature, consts)
 
 
 def _down(tile: HopperTile) -> CompileJob:
-    more = {"row_slots": "*i32", "out": "*i32"}
-    return _job("down", "block128", tile, hopper_down_kernel, more, {})
+    signature = {**_operands(tile), "row_slots": "*i32", "out": "*i32"}
+    return _job("down", "fp8xfp4/block128/deep_gemm_sm90", tile, hopper_down_kernel, signature, dict(constexprs(tile)))
+
+
+def _e4m3_operands(tile: HopperTile, groups: int) -> dict[str, str]:
+    x, w, scales = e4m3_boxes(tile, groups)
+    layout = SWIZZLED_128 if x[1] == 128 else SWIZZLED_64
+    return {
+        "x": _descriptor("fp8e4nv", x, layout),
+        "w": _descriptor("fp8e4nv", w, layout),
+        "scales": _descriptor("fp32", scales, PLAIN_FP32),
+        **_TILE_LIST,
+        "weight_scale": "*fp32",
+    }
+
+
+def _e4m3_gate_up(tile: HopperTile) -> CompileJob:
+    kernel = e4m3_few_gate_up_kernel if tile.swapped else e4m3_many_gate_up_kernel
+    signature = {**_e4m3_operands(tile, 1), **_GATE_UP}
+    consts = {**e4m3_constexprs(tile), "ACTIVATION": "swiglu", "HAS_CLAMP": True}
+    return _job("gate_up", _E4M3, tile, kernel, signature, consts)
+
+
+def _e4m3_down(tile: HopperTile) -> CompileJob:
+    kernel = e4m3_few_down_kernel if tile.swapped else e4m3_many_down_kernel
+    signature = {**_e4m3_operands(tile, 2), "row_slots": "*i32", "out": "*bf16"}
+    return _job("down", _E4M3, tile, kernel, signature, dict(e4m3_constexprs(tile)))

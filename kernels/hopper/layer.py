@@ -1,4 +1,7 @@
-"""A MXFP4 × FP8 layer on SM90: plan, scatter, two GEMMs, combine; five launches, no host sync, no allocation."""
+"""A layer of FP8 tokens and MXFP4 or E4M3 weights on SM90: plan, scatter, two GEMMs, combine.
+
+Five launches, no host sync, no allocation.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,8 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from megamoe import profile
 from megamoe.kernels.combine import combine
-from megamoe.kernels.hopper.config import ROW_ALIGN, TILES, HopperTile, choose_tile
+from megamoe.kernels.hopper.config import ROW_ALIGN, HopperTile, choose_tile, smallest_block_m
+from megamoe.kernels.hopper.e4m3 import E4m3Matrix, e4m3_down, e4m3_gate_up
 from megamoe.kernels.hopper.expert_gemm import hopper_down_kernel, hopper_gate_up_kernel
 from megamoe.kernels.hopper.layouts import PLAIN_FP32, SWIZZLED_32, SWIZZLED_128
 from megamoe.kernels.hopper.options import constexprs, launch_options
@@ -21,7 +25,7 @@ from megamoe.kernels.routing import RoutingPlan, allocate_plan, build_plan, max_
 from megamoe.parameters import LayerParameters
 from megamoe.plain_weights import PlainWeights
 from megamoe.spec import LayerSpec
-from megamoe.weights import MoEWeights, plain_scales
+from megamoe.weights import ExpertMatrices, MoEWeights, plain_scales
 
 _CAPACITY_ALIGN = 256  # the widest box of scales; no tensor is narrower than a box
 
@@ -38,18 +42,47 @@ class HopperWeights:
         return self.w13.nbytes + self.w2.nbytes
 
 
-def prepare_hopper(weights: MoEWeights) -> HopperWeights:
-    """Prepared MXFP4 weights (`MoEWeights`, rows in tile order) in this tier's tiles.
+@dataclass(frozen=True)
+class E4m3Weights:
+    """Prepared weights as they are: w13 with gate and up interleaved by eights, w2 untouched; no copies."""
 
-    `ValueError` where a row's scales span too much (`to_hopper`).
+    w13: E4m3Matrix
+    w2: E4m3Matrix
+
+    @property
+    def nbytes(self) -> int:
+        return self.w13.nbytes + self.w2.nbytes
+
+
+Weights = HopperWeights | E4m3Weights
+
+
+def prepare_hopper(weights: MoEWeights) -> Weights:
+    """Prepared weights (`MoEWeights`, rows in tile order) as this tier reads them: E4M3 as it is, MXFP4 in tiles.
+
+    `ValueError` where the scales of a row of MXFP4 span too much (`to_hopper`).
     """
-    w13_scale, w2_scale = plain_scales(weights)
-    w13, w2 = weight_bytes(weights.routed.w13), weight_bytes(weights.routed.w2)
-    return HopperWeights(to_hopper(w13, w13_scale), to_hopper(w2, w2_scale, pair_columns=True))
+    if weights.routed.format == "e4m3":
+        return e4m3_weights(weights.routed)
+    scales = plain_scales(weights)
+    codes = weight_bytes(weights.routed.w13), weight_bytes(weights.routed.w2)
+    return HopperWeights(to_hopper(codes[0], scales[0]), to_hopper(codes[1], scales[1], pair_columns=True))
 
 
-def plain_weights(weights: HopperWeights) -> PlainWeights:
+def e4m3_weights(matrices: ExpertMatrices) -> E4m3Weights:
+    """E4M3 matrices in tile order, contiguous, with fp32 scales per 128×128: the same tensors."""
+    w13, w13_scale, w2, w2_scale = matrices
+    assert w13 is not None
+    assert w13_scale is not None
+    assert w2 is not None
+    assert w2_scale is not None
+    return E4m3Weights(E4m3Matrix(w13, w13_scale), E4m3Matrix(w2, w2_scale))
+
+
+def plain_weights(weights: Weights) -> PlainWeights:
     """The inverse: [gate; up] rows and row-major scales."""
+    if isinstance(weights, E4m3Weights):
+        return PlainWeights(deinterleave_gate_up(weights.w13.weight, "gran8"), weights.w13.scale, *weights.w2)
     w13, w13_scale = (deinterleave_gate_up(t, "gran8") for t in from_hopper(weights.w13))
     return PlainWeights(w13, w13_scale, *from_hopper(weights.w2, pair_columns=True))
 
@@ -58,9 +91,9 @@ def plain_weights(weights: HopperWeights) -> PlainWeights:
 class HopperWorkspace:
     """Buffers for up to `max_tokens` tokens; rows that hold no slot hold anything.
 
-    q E4M3 [C, H] and act E4M3 [C, I], permuted rows in `weights.k_order`; scale fp32 [C] or [H/128, C]; act_scale fp32
-    [I/128, C]; row_weight fp32 [C]; packed_tiles int32 as the plan's tiles, without holes, and their number; rows BF16
-    [T, K, H].
+    q E4M3 [C, H] and act E4M3 [C, I], permuted rows, for MXFP4 weights in `weights.k_order`; scale fp32 [C] or
+    [H/128, C]; act_scale fp32 [I/mid_group, C]; row_weight fp32 [C]; packed_tiles int32 as the plan's tiles, without
+    holes, and their number; rows BF16 [T, K, H].
     """
 
     plan: RoutingPlan
@@ -74,10 +107,12 @@ class HopperWorkspace:
     rows: torch.Tensor
 
     @classmethod
-    def allocate(cls, spec: LayerSpec, max_tokens: int, device: torch.device | str) -> HopperWorkspace:
+    def allocate(
+        cls, spec: LayerSpec, max_tokens: int, device: torch.device | str, *, rows: torch.Tensor | None = None
+    ) -> HopperWorkspace:
+        """`rows`: the caller's, where it has such a buffer already."""
         slots, experts = max_tokens * spec.top_k, spec.num_local_experts
-        smallest = min(tile.block_m for _, tile in TILES)
-        plan = allocate_plan(max_tokens, spec.top_k, experts, smallest, device, row_align=ROW_ALIGN)
+        plan = allocate_plan(max_tokens, spec.top_k, experts, smallest_block_m(spec), device, row_align=ROW_ALIGN)
         capacity = -(-max_rows(slots, experts, ROW_ALIGN) // _CAPACITY_ALIGN) * _CAPACITY_ALIGN
 
         def new(dtype: torch.dtype, *shape: int) -> torch.Tensor:
@@ -92,8 +127,8 @@ class HopperWorkspace:
             scale=new(torch.float32, *blocks, capacity),
             row_weight=new(torch.float32, capacity),
             act=new(torch.float8_e4m3fn, capacity, spec.intermediate),
-            act_scale=new(torch.float32, spec.intermediate // 128, capacity),
-            rows=new(torch.bfloat16, max_tokens, spec.top_k, spec.hidden),
+            act_scale=new(torch.float32, spec.intermediate // spec.traits.mid_group, capacity),
+            rows=new(torch.bfloat16, max_tokens, spec.top_k, spec.hidden) if rows is None else rows,
         )
 
     def tensors(self) -> dict[str, torch.Tensor]:
@@ -114,7 +149,7 @@ def run_hopper_layer(
     output: torch.Tensor,
     *,
     ws: HopperWorkspace,
-    weights: HopperWeights,
+    weights: Weights,
     spec: LayerSpec,
     parameters: LayerParameters,
     tile: HopperTile | None = None,
@@ -145,7 +180,7 @@ def run_planned(
     output: torch.Tensor,
     *,
     ws: HopperWorkspace,
-    weights: HopperWeights,
+    weights: Weights,
     spec: LayerSpec,
     parameters: LayerParameters,
     tile: HopperTile,
@@ -157,7 +192,7 @@ def run_planned(
             hidden_states, topk_ids, topk_weights, ws.plan,
             num_tiles=max_tiles(topk_ids.numel(), spec.num_local_experts, tile.block_m),
             q=ws.q, scale=ws.scale, row_weight=ws.row_weight,
-            packed_tiles=ws.packed_tiles, tile_count=ws.tile_count,
+            packed_tiles=ws.packed_tiles, tile_count=ws.tile_count, k_order=spec.traits.weight == "e2m1",
             expert_scales=parameters.expert_scales, routed_scaling_factor=parameters.routed_scaling_factor,
         )  # fmt: skip
     with profile.stage("gate_up"):
@@ -168,12 +203,17 @@ def run_planned(
         combine(ws.rows[:num_tokens], topk_ids, output, num_experts=spec.num_local_experts, shared=False)
 
 
-def gate_up(ws: HopperWorkspace, matrix: HopperMatrix, spec: LayerSpec, tile: HopperTile, num_tokens: int) -> None:
+def gate_up(
+    ws: HopperWorkspace, matrix: HopperMatrix | E4m3Matrix, spec: LayerSpec, tile: HopperTile, num_tokens: int
+) -> None:
     """GEMM 1 of the scattered tokens into `ws.act` and `ws.act_scale`."""
+    if isinstance(matrix, E4m3Matrix):
+        e4m3_gate_up(ws, matrix, spec, tile, _programs(ws.q, spec, tile, num_tokens, 2 * spec.intermediate))
+        return
     per_token = spec.recipe.act_scale == "token"
     clamp = spec.activation_clamp
     with torch.cuda.device_of(ws.q):
-        hopper_gate_up_kernel[(_programs(ws.q, spec, tile, num_tokens, spec.intermediate // 128),)](
+        hopper_gate_up_kernel[(_programs(ws.q, spec, tile, num_tokens, spec.intermediate),)](
             *_descriptors(ws.q, matrix, ws.act_scale if per_token else ws.scale, tile),
             ws.packed_tiles, ws.tile_count, matrix.row_scale, ws.scale, ws.row_weight,
             ws.act.view(torch.uint8), ws.act_scale, ws.q.shape[0],
@@ -183,21 +223,28 @@ def gate_up(ws: HopperWorkspace, matrix: HopperMatrix, spec: LayerSpec, tile: Ho
         )  # fmt: skip
 
 
-def down(ws: HopperWorkspace, matrix: HopperMatrix, spec: LayerSpec, tile: HopperTile, num_tokens: int) -> None:
+def down(
+    ws: HopperWorkspace, matrix: HopperMatrix | E4m3Matrix, spec: LayerSpec, tile: HopperTile, num_tokens: int
+) -> None:
     """GEMM 2 of `ws.act` into the slots' rows."""
+    programs = _programs(ws.q, spec, tile, num_tokens, spec.hidden)
+    if isinstance(matrix, E4m3Matrix):
+        e4m3_down(ws, matrix, spec, tile, programs)
+        return
     with torch.cuda.device_of(ws.q):
-        hopper_down_kernel[(_programs(ws.q, spec, tile, num_tokens, spec.hidden // 128),)](
+        hopper_down_kernel[(programs,)](
             *_descriptors(ws.act, matrix, ws.act_scale, tile),
             ws.packed_tiles, ws.tile_count, matrix.row_scale, ws.plan.sorted_slots, ws.rows.view(torch.int32),
             H=spec.hidden, I=spec.intermediate, **constexprs(tile), **launch_options(tile),
         )  # fmt: skip
 
 
-def _programs(tensor: torch.Tensor, spec: LayerSpec, tile: HopperTile, num_tokens: int, blocks: int) -> int:
-    """Persistent programs: as many as the device holds, or fewer where there can't be so many work items."""
+def _programs(tensor: torch.Tensor, spec: LayerSpec, tile: HopperTile, num_tokens: int, width: int) -> int:
+    """Persistent programs: as many as the device holds, or fewer where there can't be so many work items, of which
+    `width` makes one per 128 (tokens as MMA rows: 256) for each token tile."""
     sms = torch.cuda.get_device_properties(tensor.device).multi_processor_count
     tiles = max_tiles(num_tokens * spec.top_k, spec.num_local_experts, tile.block_m)
-    return min(sms * tile.ctas_per_sm, tiles * blocks)
+    return min(sms * tile.ctas_per_sm, tiles * (width // (128 if tile.swapped else 256)))
 
 
 def _descriptors(x: torch.Tensor, matrix: HopperMatrix, scale: torch.Tensor, tile: HopperTile) -> list[object]:

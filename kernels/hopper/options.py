@@ -6,13 +6,28 @@ from megamoe.kernels.hopper.config import HopperTile
 
 
 def constexprs(tile: HopperTile) -> dict[str, int]:
-    """Registers per thread: 12 warps share what the CTA gets, the producer needs few."""
-    consumer = 104 if tile.ctas_per_sm == 2 else 240
+    """Of the kernels of E2M1 weights. Registers per thread: 12 warps share what the CTA gets, the producer needs
+    few."""
     n0, n1, n2 = tile.chunks
-    return {
-        "N0": n0, "N1": n1, "N2": n2, "STAGES": tile.stages,
-        "CONSUMER_REGISTERS": consumer, "PRODUCER_REGISTERS": 24,
-    }  # fmt: skip
+    return {"N0": n0, "N1": n1, "N2": n2, **_pipeline(tile)}
+
+
+def e4m3_constexprs(tile: HopperTile) -> dict[str, int]:
+    """Of the kernels of E4M3 weights."""
+    return {"N": tile.block_m, **_pipeline(tile)} if tile.swapped else _pipeline(tile)
+
+
+def e4m3_boxes(tile: HopperTile, groups: int) -> tuple[list[int], list[int], list[int]]:
+    """Boxes of tokens, weights and token scales that a fetch of E4M3 weights takes, for `groups` activation scales per
+    128 columns. Tokens as the MMA's columns: all of them to a stage; as its rows: a stage per scale."""
+    if tile.swapped:
+        return [tile.chunks[0], 128], [128, 128], [groups, tile.scale_box]
+    return [tile.chunks[0], 128 // groups], [128, 128 // groups], [1, tile.scale_box]
+
+
+def _pipeline(tile: HopperTile) -> dict[str, int]:
+    consumer = 104 if tile.ctas_per_sm == 2 else 240
+    return {"STAGES": tile.stages, "CONSUMER_REGISTERS": consumer, "PRODUCER_REGISTERS": 24}
 
 
 def launch_options(tile: HopperTile) -> dict[str, int]:

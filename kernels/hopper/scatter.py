@@ -15,7 +15,7 @@ _TILES = tl.constexpr(256)  # tile entries looked at together
 
 
 @triton.jit
-def _pack_tiles(tiles, packed, count, num_tiles):
+def pack_tiles(tiles, packed, count, num_tiles):
     """The tiles that hold rows, without the holes between them, in the same order; `count` says how many.
 
     Persistent programs take every n-th item: holes would give some of them a fifth less to do than others.
@@ -37,23 +37,26 @@ def scatter_kernel(
     x, topk_ids, topk_weights, expert_scales, slot_rows, tiles, q, scale, row_weight, packed_tiles, tile_count,
     x_stride, num_tokens, num_tiles, capacity, amax_floor, factor,
     H: tl.constexpr, TOP_K: tl.constexpr, PER_TOKEN: tl.constexpr, HAS_SCALES: tl.constexpr, GROUPS: tl.constexpr,
+    K_ORDER: tl.constexpr,
 ):  # fmt: skip
     """Program (t, g): token t, GROUPS blocks of 128 columns (PER_TOKEN: all of them), quantized once and stored in the
     row of each of its slots. Program (T, 0) packs the tile list.
 
-    q E4M3 [capacity, H], every block of 128 columns in `weights.k_order`; scale fp32 [capacity] (PER_TOKEN) or
+    q E4M3 [capacity, H], K_ORDER: every block of 128 columns in `weights.k_order`; scale fp32 [capacity] (PER_TOKEN) or
     [H/128, capacity]; row_weight fp32 [capacity], the slots' top-k weights times expert_scales and the factor, one
     product each. Arithmetic as `fp8_token` and `fp8_block128` of the pre-dispatch. Safe: a row belongs to one slot, so
     programs write disjoint ranges and read only inputs.
     """
     if tl.program_id(0) == num_tokens:
         if tl.program_id(1) == 0:
-            _pack_tiles(tiles, packed_tiles, tile_count, num_tiles)
+            pack_tiles(tiles, packed_tiles, tile_count, num_tiles)
     else:
         token = tl.program_id(0).to(tl.int64)
         group = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
         position = tl.arange(0, 128)
-        column = position // 4 % 4 * 32 + position // 32 * 8 + position // 16 % 2 * 4 + position % 4
+        column = position
+        if K_ORDER:
+            column = position // 4 % 4 * 32 + position // 32 * 8 + position // 16 % 2 * 4 + position % 4
         live = (group * 128 < H)[:, None]
         source = x + token * x_stride + group[:, None] * 128 + column[None, :]
         values = tl.load(source, mask=live, other=0.0).to(tl.float32)
@@ -90,11 +93,12 @@ def scatter(
     row_weight: torch.Tensor,
     packed_tiles: torch.Tensor,
     tile_count: torch.Tensor,
+    k_order: bool,
     expert_scales: torch.Tensor | None = None,
     routed_scaling_factor: float = 1.0,
 ) -> None:
     """Contract: `scatter_kernel`, for x BF16 [T, H] (rows may be strided) and `plan` of its T·K slots, whose rows are
-    aligned. `scale` of one axis means one scale per token. One launch; none for no tokens."""
+    aligned. `scale` of one axis means one scale per token; `k_order` is K_ORDER. One launch; none for no tokens."""
     (tokens, hidden), top_k = x.shape, topk_ids.shape[1]
     if tokens == 0:
         return
@@ -106,7 +110,7 @@ def scatter(
             plan.slot_rows, plan.tiles, q, scale, row_weight, packed_tiles, tile_count,
             x.stride(0), tokens, num_tiles, q.shape[0], FP8_FLOOR, routed_scaling_factor,
             H=hidden, TOP_K=top_k, PER_TOKEN=per_token, HAS_SCALES=expert_scales is not None, GROUPS=groups,
-            num_warps=8 if groups > 16 else 4, enable_fp_fusion=False,
+            K_ORDER=k_order, num_warps=8 if groups > 16 else 4, enable_fp_fusion=False,
         )  # fmt: skip
 
 
@@ -121,16 +125,17 @@ def compile_jobs(arch: int) -> list[CompileJob]:
     }  # fmt: skip
     return [
         CompileJob(
-            name=f"hopper scatter/{'token' if per_token else 'block128'}",
+            name=f"hopper scatter/{'e4m3' if mma_type == 'fp8xfp8' else scale}",
             kernel="hopper_scatter",
-            recipe=f"fp8xfp4/{'token' if per_token else 'block128'}/deep_gemm_sm90",
+            recipe=f"{mma_type}/{scale}/deep_gemm_sm90",
             fn=scatter_kernel,
             signature=signature,
             constexprs={
-                "H": 4096, "TOP_K": 6, "PER_TOKEN": per_token, "HAS_SCALES": False, "GROUPS": 32 if per_token else 16,
+                "H": 4096, "TOP_K": 6, "PER_TOKEN": scale == "token", "HAS_SCALES": False,
+                "GROUPS": 32 if scale == "token" else 16, "K_ORDER": mma_type == "fp8xfp4",
             },
-            options={"num_warps": 8 if per_token else 4, "enable_fp_fusion": False},
+            options={"num_warps": 8 if scale == "token" else 4, "enable_fp_fusion": False},
             divisible_by_16=frozenset(arg for arg, kind in signature.items() if kind.startswith("*")),
         )
-        for per_token in (False, True)
+        for mma_type, scale in (("fp8xfp4", "block128"), ("fp8xfp4", "token"), ("fp8xfp8", "block128"))
     ]  # fmt: skip

@@ -25,6 +25,8 @@ def hopper_unsupported_reason(request: LayerRequest, weights: MoEWeights, parame
         return reason
     if weights.w13_rows != "tile":
         return "w13_layout='interleaved'"
+    if request.spec.traits.weight == "e4m3":
+        return _strided_reason(weights)
     for name, scale in zip(("w13_scale", "w2_scale"), plain_scales(weights)):
         widest = max(int(spans(expert).max()) for expert in scale)
         if widest > MAX_SPAN:
@@ -32,8 +34,19 @@ def hopper_unsupported_reason(request: LayerRequest, weights: MoEWeights, parame
     return None
 
 
+def _strided_reason(weights: MoEWeights) -> str | None:
+    """TMA reads E4M3 weights where they are: rows and experts one after the other, from 16 bytes' multiples on."""
+    for name in ("w13", "w2", "w13_scale", "w2_scale"):
+        tensor = getattr(weights.routed, name)
+        if not tensor.is_contiguous():
+            return f"{name} has strides {tensor.stride()}; allowed: contiguous"
+        if tensor.data_ptr() % 16:
+            return f"{name} starts at {tensor.data_ptr() % 16} bytes past a multiple of 16"
+    return None
+
+
 class HopperLayer:
-    """Weights in this tier's tiles and the workspace that every call reuses."""
+    """Weights as this tier reads them and the workspace that every call reuses."""
 
     def __init__(self, request: LayerRequest, weights: MoEWeights, parameters: LayerParameters) -> None:
         self._spec = request.spec

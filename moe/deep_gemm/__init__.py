@@ -15,6 +15,8 @@ What differs, on purpose:
   written; so do illegal values that upstream's kernels would misread.
 * `shared_l1_acts_sf` need not be written: shared experts read the scales in `x_sf`.
 * Expert ids of `num_experts` and more are skipped, not followed out of bounds.
+* On Hopper the FP8 kernels are the fast tier's (`kernels.hopper`). MXFP4 experts reach it once their owner has re-laid
+  them in place (`to_hopper_`, `from_hopper_`: ours); as they come they run on the portable kernels.
 * `fast_math` changes nothing: sigmoids are of the fast kind either way.
 """
 
@@ -30,6 +32,7 @@ from megamoe.deep_gemm.buffers import (
 )
 from megamoe.deep_gemm.device import get_num_sms, set_num_sms
 from megamoe.deep_gemm.fused import bf16_mega_moe, fp8_fp4_mega_moe, fp8_mega_moe, nvfp4_mega_moe
+from megamoe.deep_gemm.hopper_order import from_hopper_, to_hopper_
 from megamoe.deep_gemm.patching import patch, stand_in, unpatch
 from megamoe.deep_gemm.pre_dispatch import mega_moe_pre_dispatch, mega_moe_pre_dispatch_sm90
 from megamoe.deep_gemm.scale_layout import transform_sf_into_required_layout
@@ -57,6 +60,7 @@ __all__ = [
     "calc_diff",
     "fp8_fp4_mega_moe",
     "fp8_mega_moe",
+    "from_hopper_",
     "get_block_m_for_mega_moe",
     "get_num_sms",
     "get_symm_buffer_for_mega_moe",
@@ -73,6 +77,7 @@ __all__ = [
     "set_num_sms",
     "stand_in",
     "testing",
+    "to_hopper_",
     "transform_sf_into_required_layout",
     "transform_ue4m3_sf_into_required_layout",
     "transform_weights_for_mega_moe",

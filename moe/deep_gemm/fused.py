@@ -8,17 +8,19 @@ nothing, so that it can be captured in a CUDA graph after one call of its shape;
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from megamoe.api import device_guard
 from megamoe.backends import select
-from megamoe.backends.base import LayerRequest
+from megamoe.backends.base import LayerRequest, UnsupportedError
 from megamoe.backends.triton import architecture
 from megamoe.deep_gemm.arguments import on_device
 from megamoe.deep_gemm.buffers import SM90SymmBuffer, SymmBuffer
+from megamoe.deep_gemm.hopper_order import is_tiled, read_tiled
 from megamoe.deep_gemm.reference import run_dispatched_reference
+from megamoe.deep_gemm.tier import allocate_tier, run_tier, tier_unsupported_reason
 from megamoe.deep_gemm.weight_arguments import NO_SCALES, GlobalScales, read_matrices, read_shared
 from megamoe.deep_gemm.workspace import workspace_of
 from megamoe.options import LayerOptions, resolve
@@ -28,6 +30,9 @@ from megamoe.spec import ACTIVATIONS, LayerSpec
 from megamoe.validation import WeightDims, check_choice, check_flag, check_number
 from megamoe.weights import ExpertMatrices, MoEWeights
 from megamoe.workspace import Workspace
+
+if TYPE_CHECKING:
+    from megamoe.kernels.hopper.layer import HopperWorkspace
 
 WeightPair = tuple[torch.Tensor, torch.Tensor]
 
@@ -62,7 +67,8 @@ def fp8_fp4_mega_moe(
 
     y             n = y.size(0) says how many tokens there are, 0 … T; rows may be strided
     l1_weights, l2_weights: what `transform_weights_for_mega_moe` returned: int8 [E, 2I, H/2] and [E, H, I/2], scales
-                  int32 MN-major [E, 2I, H/4g] and [E, H, I/4g]
+                  int32 MN-major [E, 2I, H/4g] and [E, H, I/4g]; or what `to_hopper_` made of them, for an
+                  `SM90SymmBuffer` with its fp32 `x_sf`
     sym_buffer    a `SymmBuffer`; or an `SM90SymmBuffer`, whose `x_sf` decides: fp32 as it comes (E4M3 with a scale per
                   128 columns, fp32 arithmetic), int32 (`x_sf_ue8m0`: what `SymmBuffer` computes)
     shared_l1_weights, shared_l2_weights: the S shared experts of the buffer as one MLP, transformed: [2·I·S, H] and
@@ -176,13 +182,14 @@ def fp8_mega_moe(
 
 @dataclass(frozen=True)
 class _Prepared:
-    """What calls of one kind on one buffer have in common."""
+    """What calls of one kind on one buffer have in common. `tier`: the SM90 tier's buffers, where it serves them."""
 
     spec: LayerSpec
     parameters: LayerParameters
     workspace: Workspace
     backend: str
     arch: int
+    tier: HopperWorkspace | None
 
 
 def _run(
@@ -207,33 +214,46 @@ def _run(
     device = buffer.buffer.device
     experts, hidden, intermediate = buffer.num_experts, buffer.hidden, buffer.intermediate_hidden
     num_shared = getattr(buffer, "num_shared_experts", 0)
-    routed = read_matrices(("l1_weights", "l2_weights"), (l1_weights, l2_weights), recipe, device,
-                           lead=(experts,), hidden=hidden, intermediate=intermediate)  # fmt: skip
+    tiled = is_tiled(l1_weights) or is_tiled(l2_weights)
+    if tiled:
+        if recipe != _SM90_FP4:
+            raise ValueError("l1_weights are in Hopper's order; allowed for them: an SM90SymmBuffer with its fp32 x_sf")
+        routed = read_tiled((l1_weights, l2_weights), device, experts=experts, hidden=hidden, intermediate=intermediate)
+    else:
+        routed = read_matrices(("l1_weights", "l2_weights"), (l1_weights, l2_weights), recipe, device,
+                               lead=(experts,), hidden=hidden, intermediate=intermediate)  # fmt: skip
     shared_matrices = read_shared(shared, num_shared, recipe, device, hidden=hidden, intermediate=intermediate)
     scales.check(experts, device)
     if stats is not None:
         on_device("cumulative_local_expert_recv_stats", stats, device, (torch.int32,), "[E]", shape=(experts,))
-    prepared = _prepare(buffer, recipe, activation, clamp, num_shared, shared_matrices, use_x_scales)
+    prepared = _prepare(buffer, recipe, activation, clamp, num_shared, shared_matrices, use_x_scales, tiled)
     num_tokens = _check_y(y, buffer, device)
     if num_tokens == 0:
         return
-    weights = MoEWeights(recipe, experts, hidden, intermediate, num_shared, routed, shared_matrices, *scales)
     ws, spec = prepared.workspace, prepared.spec
+    if tiled and prepared.tier is None:
+        raise UnsupportedError(f"l1_weights are in Hopper's order: {tier_unsupported_reason(spec, prepared.arch)}")
     with device_guard(device):
-        if prepared.backend == "reference":
-            run_dispatched_reference(ws, y, num_tokens, weights=weights, spec=spec)
-            if stats is not None:
-                ids = ws.topk_ids[:num_tokens].flatten()
-                stats += torch.bincount(ids[(ids >= 0) & (ids < experts)], minlength=experts).int()
-            return
-        # Not at the top: the kernels load on first use.
-        from megamoe.kernels.config import choose_config
-        from megamoe.kernels.layer import run_dispatched
+        if prepared.tier is not None and (tiled or _in_place(routed)):
+            run_tier(prepared.tier, ws, y, routed, spec)
+            plan = prepared.tier.plan
+        else:
+            weights = MoEWeights(recipe, experts, hidden, intermediate, num_shared, routed, shared_matrices, *scales)
+            if prepared.backend == "reference":
+                run_dispatched_reference(ws, y, num_tokens, weights=weights, spec=spec)
+                if stats is not None:
+                    ids = ws.topk_ids[:num_tokens].flatten()
+                    stats += torch.bincount(ids[(ids >= 0) & (ids < experts)], minlength=experts).int()
+                return
+            # Not at the top: the kernels load on first use.
+            from megamoe.kernels.config import choose_config
+            from megamoe.kernels.layer import run_dispatched
 
-        config = choose_config(spec, prepared.arch, num_tokens)
-        run_dispatched(ws, y, num_tokens, weights=weights, spec=spec, config=config, parameters=prepared.parameters)
+            config = choose_config(spec, prepared.arch, num_tokens)
+            run_dispatched(ws, y, num_tokens, weights=weights, spec=spec, config=config, parameters=prepared.parameters)
+            plan = ws.plan
         if stats is not None:
-            stats.add_(ws.plan.expert_offsets[1:]).sub_(ws.plan.expert_offsets[:-1])
+            stats.add_(plan.expert_offsets[1:]).sub_(plan.expert_offsets[:-1])
 
 
 def _prepare(
@@ -244,10 +264,11 @@ def _prepare(
     num_shared: int,
     shared: ExpertMatrices | None,
     use_x_scales: bool,
+    tiled: bool,
 ) -> _Prepared:
     """Made at the first call with these options, before any capture."""
     shared_format = None if shared is None else shared.format
-    key = (recipe, activation, clamp, shared_format, use_x_scales)
+    key = (recipe, activation, clamp, shared_format, use_x_scales, tiled)
     found = buffer.prepared.get(key)
     if isinstance(found, _Prepared):
         return found
@@ -265,9 +286,15 @@ def _prepare(
         x_scale = scales if use_x_scales else torch.ones_like(scales)
     arch = architecture(device) if backend == "triton" else 0
     workspace = workspace_of(buffer.layout, buffer.buffer, spec, x_scale)
-    found = _Prepared(spec, parameters, workspace, backend, arch)
+    tier = allocate_tier(spec, arch, workspace) if tiled or recipe == _FP8 else None
+    found = _Prepared(spec, parameters, workspace, backend, arch, tier)
     buffer.prepared[key] = found
     return found
+
+
+def _in_place(routed: ExpertMatrices) -> bool:
+    """Whether the SM90 tier can read E4M3 weights where they are: TMA wants whole matrices at multiples of 16 bytes."""
+    return all(t is not None and t.is_contiguous() and t.data_ptr() % 16 == 0 for t in routed)
 
 
 def _live(buffer: object) -> SymmBuffer | SM90SymmBuffer:

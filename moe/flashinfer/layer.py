@@ -10,8 +10,9 @@ import torch
 
 from megamoe import profile
 from megamoe.api import device_guard
-from megamoe.backends import select
-from megamoe.backends.base import LayerRequest
+from megamoe.backend_choice import requested_backend
+from megamoe.backends import AUTO, select
+from megamoe.backends.base import LayerRequest, UnsupportedError
 from megamoe.backends.triton import architecture
 from megamoe.flashinfer.arguments import Activations, Sizes
 from megamoe.flashinfer.weight_arguments import Gate
@@ -46,9 +47,16 @@ def layer_spec(x: Activations, sizes: Sizes, gate: Gate) -> LayerSpec:
     )  # fmt: skip
 
 
-@lru_cache(maxsize=4096)
 def require_served(spec: LayerSpec, device: torch.device, num_tokens: int) -> None:
-    """Raises `UnsupportedError` with the Triton backend's reason."""
+    """Raises `UnsupportedError` with the Triton backend's reason, or where another backend is asked for by default."""
+    name, source = requested_backend()
+    if name not in ("triton", AUTO):
+        raise UnsupportedError(f"backend {name!r} (asked for by {source}); megamoe.flashinfer runs on 'triton' alone")
+    _require_triton(spec, device, num_tokens)
+
+
+@lru_cache(maxsize=4096)
+def _require_triton(spec: LayerSpec, device: torch.device, num_tokens: int) -> None:
     select("triton", LayerRequest(spec, device, max(num_tokens, 1)))
 
 

@@ -10,6 +10,7 @@ What is hooked:
 | MegaMoE's functions of `deep_gemm` 0.1.7 | the kernels; its GEMMs and attention stay upstream's |
 | `dsv4.mega_moe_pre_dispatch` | FP8 tokens are quantized by SGLang's own CUDA kernel, with another floor |
 | `mega_moe_sm90.is_sm90_fp8_mega_moe_available`, `run_sm90_mega_routed` | opens Hopper's route to MXFP4 experts |
+| `mega_moe.build_mega_moe_experts_weights`, `should_use_mega_moe` | `MEGAMOE_HOPPER_ORDER=1`: its fast kernels |
 
 Where no `deep_gemm` is installed, `megamoe.deep_gemm` stands in for it.
 """
@@ -27,6 +28,8 @@ import torch
 
 from megamoe import deep_gemm
 from megamoe.backends.base import UnsupportedError
+from megamoe.deep_gemm.device import capability_major
+from megamoe.deep_gemm.hopper_order import is_tiled
 from megamoe.deep_gemm.patching import PATCHED_NAMES, replacement, version_unsupported_reason
 from megamoe.deep_gemm.pre_dispatch import stage
 
@@ -34,11 +37,16 @@ VERSION = "0.5.19"
 VARIABLE = "MEGAMOE_BACKEND"
 """`triton` opts in; anything else leaves SGLang as it is."""
 
+ORDER_VARIABLE = "MEGAMOE_HOPPER_ORDER"
+"""`1`: MXFP4 experts on Hopper are re-laid for the fast kernels, which closes SGLang's fallback: it reads them too."""
+
 JIT_AMAX_FLOOR = 1e-10
 """Of SGLang's FP8 pre-dispatch; DeepGEMM's own has 1e-4."""
 
+_MEGA_MOE = "sglang.srt.layers.moe.mega_moe"
 _JIT = "sglang.kernels.ops.attention.dsv4.mega_moe_pre_dispatch"
 _SM90 = "sglang.srt.layers.moe.mega_moe_sm90"
+_CAP = "SGLANG_OPT_DEEPGEMM_MEGA_MOE_NUM_MAX_TOKENS_PER_RANK"
 _JIT_DEEP_GEMM = "SGLANG_ENABLE_JIT_DEEPGEMM"
 
 _logger = logging.getLogger(__name__)
@@ -63,6 +71,8 @@ def register() -> None:
     plugins.HookRegistry.register(_JIT, mega_moe_pre_dispatch, hook_type.REPLACE)
     plugins.HookRegistry.register(f"{_SM90}.is_sm90_fp8_mega_moe_available", sm90_available, hook_type.AROUND)
     plugins.HookRegistry.register(f"{_SM90}.run_sm90_mega_routed", run_sm90_routed, hook_type.AROUND)
+    plugins.HookRegistry.register(f"{_MEGA_MOE}.build_mega_moe_experts_weights", build_weights, hook_type.AROUND)
+    plugins.HookRegistry.register(f"{_MEGA_MOE}.should_use_mega_moe", should_use, hook_type.AROUND)
     _registered = True
     _logger.info("megamoe: %s=triton; SGLang's MegaMoE path runs on megamoe's kernels", VARIABLE)
 
@@ -127,8 +137,41 @@ def run_sm90_routed(
     return y
 
 
+def build_weights(original: Callable[[Any], None], experts: Any) -> None:
+    """Around `build_mega_moe_experts_weights`: on Hopper, where `MEGAMOE_HOPPER_ORDER=1` asks for it, the order of the
+    fast kernels, in place. Weights that cannot be held in it stay as they are, and the log says why."""
+    original(experts)
+    if os.environ.get(ORDER_VARIABLE) != "1" or capability_major() != 9 or _is_reordered(experts):
+        return
+    if importlib.import_module(_MEGA_MOE)._mega_moe_mma_type() != "fp8xfp4":
+        return  # MXFP4 tokens: those kernels read upstream's order
+    try:
+        tiled = deep_gemm.to_hopper_(experts.mega_l1_weights, experts.mega_l2_weights)
+    except ValueError as reason:
+        _logger.warning("megamoe: %s=1, but these experts keep their order: %s", ORDER_VARIABLE, reason)
+        return
+    experts.mega_l1_weights, experts.mega_l2_weights = tiled
+
+
+def should_use(original: Callable[[Any, torch.Tensor], bool], moe: Any, hidden_states: torch.Tensor) -> bool:
+    """Around `should_use_mega_moe`: where the weights lie in Hopper's order there is no other way to run the layer.
+    Raises `UnsupportedError` where SGLang would leave MegaMoE, which it does above its cap on tokens."""
+    use = original(moe, hidden_states)
+    if not use and _is_reordered(moe.experts):
+        raise UnsupportedError(
+            f"a batch of {len(hidden_states)} tokens is beyond {_CAP}, and {ORDER_VARIABLE}=1 has closed SGLang's "
+            "fallback; lower --chunked-prefill-size or raise the limit"
+        )
+    return use
+
+
+def _is_reordered(experts: Any) -> bool:
+    return getattr(experts, "_mega_moe_weights_built", False) and is_tiled(experts.mega_l1_weights)
+
+
 def _has_fp4_weights(experts: Any) -> bool:
-    return getattr(experts, "_mega_moe_weights_built", False) and experts.mega_l1_weights[0].dtype == torch.int8
+    built = getattr(experts, "_mega_moe_weights_built", False)
+    return built and (experts.mega_l1_weights[0].dtype == torch.int8 or is_tiled(experts.mega_l1_weights))
 
 
 def _check_version() -> None:

@@ -46,7 +46,7 @@ def gemm(q: torch.Tensor, sf: torch.Tensor | None, act: BlockFormat, weight: Mat
         block = min(act_cols, weight.format.cols)
     else:
         b, w_scale, block = weight.dequantize(), None, act_cols
-    acc = torch.zeros(len(a), len(b), device=a.device)
+    acc = torch.zeros(len(a), len(b), dtype=torch.float32, device=a.device)
     for start in range(0, columns, block):
         within = slice(start, start + block)
         scale = sf[:, start // act_cols, None]

@@ -125,7 +125,7 @@ def moe_layer(
 
     shared = None
     if spec.shared_intermediate:
-        ones = torch.ones(num_tokens, device=x.device)
+        ones = torch.ones(num_tokens, dtype=torch.float32, device=x.device)
         shared, rows[:, top_k] = expert_mlp(quantized, ones, dense_shared_expert(weights, spec), spec, matmul)
     return LayerTrace(
         y=combine(rows, valid, scaled_weights if spec.recipe.numerics == "trtllm_gen" else None),
@@ -208,7 +208,7 @@ def combine(rows: torch.Tensor, valid: torch.Tensor, weights: torch.Tensor | Non
     """Sum of rows BF16 [T, K (+1), H] per token: fp32 from +0, slots ascending where valid [T, K], then the dense
     shared row; one rounding to BF16. `weights` fp32 [T, K] multiply the rows of slots, each product rounded to fp32
     before it is added."""
-    total = torch.zeros(rows.shape[0], rows.shape[2], device=rows.device)
+    total = torch.zeros(rows.shape[0], rows.shape[2], dtype=torch.float32, device=rows.device)
     top_k = valid.shape[1]
     for slot in range(rows.shape[1]):
         row = rows[:, slot].float()
@@ -263,10 +263,10 @@ def _poisoned_stages(spec: LayerSpec, slots: int, device: torch.device) -> Stage
         groups = -(-width // mid.cols)
         act_sf = torch.full((slots, groups), 0xFF, dtype=torch.uint8, device=device)
         if mid.scale == "fp32":
-            act_sf = torch.full((slots, groups), math.nan, device=device)
+            act_sf = torch.full((slots, groups), math.nan, dtype=torch.float32, device=device)
     return Stages(
-        h=torch.full((slots, 2 * width), math.nan, device=device),
-        act=torch.full((slots, width), math.nan, device=device),
+        h=torch.full((slots, 2 * width), math.nan, dtype=torch.float32, device=device),
+        act=torch.full((slots, width), math.nan, dtype=torch.float32, device=device),
         act_q=torch.full((slots, size), 0xFF, dtype=torch.uint8, device=device).view(dtype),
         act_sf=act_sf,
     )

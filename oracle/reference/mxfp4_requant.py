@@ -46,7 +46,8 @@ def mxfp4_requant_reference(
     sf = _exact_byte(amax) if exact else _upstream_byte(amax)
     finite = amax < torch.inf  # a NaN is not
     scaled = groups * formats.ue8m0_inverse(torch.where(finite, sf, 254))[..., None]
-    magnitude = (scaled.abs()[..., None] > torch.tensor(BOUNDS, device=weight.device)).sum(-1)
+    bounds = torch.tensor(BOUNDS, dtype=torch.float32, device=weight.device)
+    magnitude = (scaled.abs()[..., None] > bounds).sum(-1)
     codes = torch.where(finite[..., None], magnitude, 0) + torch.where(groups > 0, 0, 8)
     return formats.pack_e2m1(codes.flatten(1).to(torch.uint8)), torch.where(finite, sf, NAN_BYTE).to(torch.uint8)
 

@@ -31,7 +31,7 @@ def matmul_fp32(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 def matmul_truncated(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """A tensor core's fp32 accumulator: after every 16 columns (one BF16 MMA) the sum is cut toward zero."""
-    acc = torch.zeros(a.shape[0], b.shape[0], device=a.device)
+    acc = torch.zeros(a.shape[0], b.shape[0], dtype=torch.float32, device=a.device)
     for start in range(0, a.shape[1], 16):
         columns = slice(start, start + 16)
         exact = acc.double() + a[:, columns].double() @ b[:, columns].double().mT
@@ -47,7 +47,7 @@ def matmul_fp8_wgmma(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
     Materializes n · N · 33 numbers: for small layers.
     """
-    acc = torch.zeros(a.shape[0], b.shape[0], device=a.device)
+    acc = torch.zeros(a.shape[0], b.shape[0], dtype=torch.float32, device=a.device)
     for start in range(0, a.shape[1], 32):
         columns = slice(start, start + 32)
         addends = torch.cat([a[:, None, columns] * b[None, :, columns], acc[..., None]], dim=-1)

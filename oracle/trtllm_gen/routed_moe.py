@@ -56,7 +56,9 @@ def layer_arguments(spec: LayerSpec, weights: PlainWeights) -> dict[str, Any]:
     assert weights.w2_scale is not None
     experts = spec.num_experts
     limit = spec.activation_clamp
-    clamp = None if limit is None else torch.full((experts,), limit, device=weights.w13.device)
+    clamp = None
+    if limit is not None:
+        clamp = torch.full((experts,), limit, dtype=torch.float32, device=weights.w13.device)
     return dict(
         routing_bias=None,
         gemm1_weights=shuffle_w13(weights.w13),

@@ -46,7 +46,7 @@ def main() -> int:
         print(json.dumps(report))
     else:
         _print(report)
-    routes = report["routes"].values()
+    routes = [*report["routes"].values(), {"ok": True, **report["hopper order"]}]
     return 0 if all(route["ok"] and route.get("graph", route)["ok"] for route in routes) else 1
 
 
@@ -59,7 +59,7 @@ def run(root: Path, device: str) -> dict[str, Any]:
         interpreter.install()
     import torch
     from calls import record
-    from scenarios import ROUTES, Server, run_api_checks, run_route
+    from scenarios import ROUTES, Server, run_api_checks, run_hopper_order, run_route
 
     torch.set_num_threads(1)
     sglang = load(root)
@@ -77,6 +77,7 @@ def run(root: Path, device: str) -> dict[str, Any]:
         "deep_gemm": deep_gemm.__name__,
         "SGLANG_ENABLE_JIT_DEEPGEMM": os.environ.get("SGLANG_ENABLE_JIT_DEEPGEMM"),
         "routes": {name: run_route(server, name, device) for name in ROUTES},
+        "hopper order": run_hopper_order(server, device),
         "api": run_api_checks(server, device),
         "calls": [call._asdict() for call in calls],
     }
@@ -84,7 +85,10 @@ def run(root: Path, device: str) -> dict[str, Any]:
 
 def _print(report: dict[str, Any]) -> None:
     print(f"deep_gemm is {report['deep_gemm']}")
-    for name, route in report["routes"].items():
+    routes = dict(report["routes"])
+    if "ok" in report["hopper order"]:
+        routes["SM90 FP8 tokens, MXFP4 experts, Hopper's order"] = report["hopper order"]
+    for name, route in routes.items():
         for suffix, result in (("", route), (", CUDA graph", route.get("graph"))):
             if result is not None:
                 errors = f"rel. RMS {result['rel_rms']:.1e}  worst row {result['worst_row']:.1e}"

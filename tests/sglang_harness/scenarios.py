@@ -189,6 +189,41 @@ def _from_graph(server: Server, route: Route, layer: Layer, moe: Any) -> dict[st
     return judged(route, y, expected(route, layer) + shared)
 
 
+def run_hopper_order(server: Server, device: str) -> dict[str, Any]:
+    """MXFP4 experts re-laid for Hopper's fast kernels; one call above the cap, where SGLang would take its fallback."""
+    name = "SM90 FP8 tokens, MXFP4 experts"
+    route, mega_moe = ROUTES[name], server.sglang.mega_moe
+    server.take(route)
+    layer = layer_of(route, device)
+    experts = experts_of(layer)
+    os.environ["MEGAMOE_HOPPER_ORDER"] = "1"
+    try:
+        mega_moe.build_mega_moe_experts_weights(experts)
+    finally:
+        del os.environ["MEGAMOE_HOPPER_ORDER"]
+    moe = moe_of(layer, experts)
+    report: dict[str, Any] = {
+        "codes' dimensions": experts.mega_l1_weights[0].dim(),
+        "in place": experts.mega_l1_weights[0].data_ptr() == experts.w13_weight.data.data_ptr(),
+        "chosen": mega_moe.should_use_mega_moe(moe, layer.x),
+        "above the cap": _error(lambda: mega_moe.should_use_mega_moe(moe, layer.x.new_empty(CAP + 1, 1))),
+    }
+    if device == "cuda":
+        report |= judged(route, mega_moe.forward_mega_moe(moe, layer.x), expected(route, layer))
+        report["graph"] = _from_graph(server, route, layer, moe)
+    else:
+        report["forward"] = _error(lambda: mega_moe.forward_mega_moe(moe, layer.x))
+    return report
+
+
+def _error(call: Any) -> str | None:
+    try:
+        call()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return None
+
+
 def run_api_checks(server: Server, device: str) -> dict[str, Any]:
     """What SGLang's test of its DeepGEMM API asks of mocks, asked of our module: buffers, weights, interleave."""
     mega_moe, report = server.sglang.mega_moe, {}

@@ -1,0 +1,52 @@
+"""What the SM90 tier serves and which tile it picks: pure, no GPU needed."""
+
+import dataclasses
+
+import pytest
+
+from megamoe.kernels.hopper.config import TILES, choose_tile, smallest_block_m, unsupported_reason
+from megamoe.recipe import ALL_RECIPES, Recipe
+from megamoe.spec import LayerSpec
+
+E4M3 = Recipe("fp8xfp8", "block128", "deep_gemm_sm90")
+SERVED = {Recipe("fp8xfp4", "block128", "deep_gemm_sm90"), Recipe("fp8xfp4", "token", "deep_gemm_sm90"), E4M3}
+
+
+def _spec(recipe: Recipe, **options: object) -> LayerSpec:
+    sizes = dict(hidden=4096, intermediate=2048, num_experts=256, top_k=6)
+    return LayerSpec(recipe=recipe, **{**sizes, **options})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("recipe", ALL_RECIPES, ids=str)
+def test_recipes(recipe: Recipe) -> None:
+    reason = unsupported_reason(_spec(recipe), has_bias=False, has_id_map=False)
+    assert (reason is None) == (recipe in SERVED)
+    if reason is not None:
+        assert str(recipe) in reason
+
+
+@pytest.mark.parametrize(
+    "mma_type, options, named",
+    [
+        ("fp8xfp8", {"hidden": 384}, "hidden=384 is not a multiple of 256"),
+        ("fp8xfp8", {"intermediate": 192}, "intermediate=192 is not a multiple of 128"),
+        ("fp8xfp4", {"intermediate": 384}, "intermediate=384 is not a multiple of 256"),
+        ("fp8xfp8", {"num_shared_experts": 1}, "num_shared_experts=1"),
+    ],
+)
+def test_reasons(mma_type: str, options: dict[str, object], named: str) -> None:
+    spec = dataclasses.replace(_spec(Recipe(mma_type, "block128", "deep_gemm_sm90")), **options)
+    assert named in str(unsupported_reason(spec, has_bias=False, has_id_map=False))
+
+
+@pytest.mark.parametrize("recipe", sorted(SERVED, key=str), ids=str)
+def test_tiles_grow_with_the_rows_per_expert(recipe: Recipe) -> None:
+    spec = _spec(recipe)
+    chosen = [choose_tile(spec, tokens) for tokens in (1, 64, 256, 1024, 4096, 8192, 65536)]
+    sizes = [tile.block_m for tile in chosen]
+    assert sizes == sorted(sizes)
+    assert {tile for _, tile in TILES[spec.traits.weight]} == set(chosen)
+    assert min(sizes) == smallest_block_m(spec)
+    for tile in chosen:
+        assert tile.swapped or set(tile.chunks) <= {0, 64}
+        assert tile.scale_box >= max(32, tile.block_m)
