@@ -14,7 +14,8 @@ Verdict = Literal["same", "noise", "slower", "faster", "wrong"]
 
 @dataclass(frozen=True)
 class Change:
-    """`ratio` is after/before of the medians. `noise`: past the threshold, but the bands overlap."""
+    """`ratio` is after/before of the medians. `noise`: past the threshold, but the bands overlap, or a side has too few
+    samples for a band."""
 
     before: Record
     after: Record
@@ -50,12 +51,13 @@ def compare_results(before: Results, after: Results, threshold: float) -> Compar
 def _change(before: Record, after: Record, threshold: float) -> Change:
     ratio = after.median_us / before.median_us
     verdict: Verdict = "same"
+    bands = before.has_spread and after.has_spread
     if after.problem is not None and before.problem is None:
         verdict = "wrong"
     elif ratio > 1 + threshold:
-        verdict = "slower" if after.p20_us > before.p80_us else "noise"
+        verdict = "slower" if bands and after.p20_us > before.p80_us else "noise"
     elif ratio < 1 / (1 + threshold):
-        verdict = "faster" if after.p80_us < before.p20_us else "noise"
+        verdict = "faster" if bands and after.p80_us < before.p20_us else "noise"
     return Change(before, after, ratio, verdict)
 
 

@@ -6,9 +6,13 @@ import json
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_origin, get_type_hints
+
+from megamoe.file_errors import why_unreadable
 
 SCHEMA = 1
+LEAST_SAMPLES = 3
+"""With fewer a row has no spread: its percentiles are the samples themselves."""
 Point = tuple[str, int, str, int, str]
 """(model, tokens, stage, n_shared, routing): rows that may be compared with each other."""
 
@@ -68,9 +72,16 @@ class Record:
         return f"{self.mma_type} {self.act_scale}" + (" trtllm" if self.numerics == "trtllm_gen" else "")
 
     @property
+    def has_spread(self) -> bool:
+        return self.samples >= LEAST_SAMPLES
+
+    @property
     def key(self) -> tuple[object, ...]:
         """What identifies a row within one file."""
         return (*self.point, self.backend, self.recipe)
+
+
+_TYPES = get_type_hints(Record)
 
 
 @dataclass(frozen=True)
@@ -115,20 +126,49 @@ def save(results: Results, path: Path) -> None:
 
 
 def load(path: Path) -> Results:
-    """`ValueError` with the file's name when it is not such a file."""
+    """What `save` wrote. `ValueError` with the file's name, and what is wrong with it, for any other file."""
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise ValueError(f"{path}: {error}") from None
-    if (
-        not isinstance(data, dict)
-        or not isinstance(data.get("records"), list)
-        or not isinstance(data.get("meta"), dict)
-    ):
-        raise ValueError(f'{path}: not a bench result; expected {{"meta": {{…}}, "records": […]}}')
-    known = {f.name for f in fields(Record)}
+    except json.JSONDecodeError as error:
+        raise _no_result(path, f"not JSON ({why_unreadable(path, error)})") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path}: {why_unreadable(path, error)}") from None
+    if not isinstance(data, dict):
+        raise _no_result(path, f"it holds a {type(data).__name__}")
+    meta, rows = data.get("meta"), data.get("records")
+    if not isinstance(meta, dict) or not isinstance(rows, list):
+        raise _no_result(path, f"it has {', '.join(map(repr, data)) or 'nothing'}")
+    if not isinstance(meta.get("roofline"), (dict, type(None))):
+        raise _no_result(path, "its roofline is no object")
+    return Results(meta, [_record(path, number, row) for number, row in enumerate(rows)])
+
+
+def _record(path: Path, number: int, row: object) -> Record:
+    if not isinstance(row, dict):
+        raise _no_result(path, f"record {number} is a {type(row).__name__}")
+    known = {key: value for key, value in row.items() if key in _TYPES}
     try:
-        records = [Record(**{key: value for key, value in row.items() if key in known}) for row in data["records"]]
-    except (TypeError, AttributeError) as error:
-        raise ValueError(f"{path}: a record is incomplete: {error}") from None
-    return Results(data["meta"], records)
+        record = Record(**known)
+    except TypeError:
+        missing = [f.name for f in fields(Record) if f.name not in known]
+        raise _no_result(path, f"record {number} has no {missing[0]}") from None
+    wrong = [name for name, value in known.items() if not _fits(value, _TYPES[name])]
+    if wrong or not record.median_us > 0:
+        name = wrong[0] if wrong else "median_us"
+        raise _no_result(path, f"record {number} has {name} {known[name]!r}")
+    return record
+
+
+def _fits(value: object, hint: Any) -> bool:
+    """Whether JSON's `value` is of a field's type; a whole number is as good as a float."""
+    if type(None) in get_args(hint):
+        return any(_fits(value, choice) for choice in get_args(hint))
+    if hint in (int, float):
+        return isinstance(value, (int, hint)) and not isinstance(value, bool)
+    return isinstance(value, get_origin(hint) or hint)
+
+
+def _no_result(path: Path, found: str) -> ValueError:
+    return ValueError(
+        f'{path}: not a bench result: {found}; expected {{"meta": {{…}}, "records": […]}} of megamoe bench'
+    )

@@ -53,6 +53,11 @@ class Plan:
     routings: tuple[str, ...] = ("uniform",)
     shared: tuple[int, ...] = (0,)
 
+    @property
+    def has_rows(self) -> bool:
+        """Whether anything is asked for at all; whether it can run is another question."""
+        return all((self.shapes, self.tokens, self.recipes, self.backends, self.stages, self.routings, self.shared))
+
     def points(self) -> Iterator[Point]:
         """Ascending tokens within a shape, so that a run that is cut short has the cheap ones."""
         for shape, shared, routing, tokens in product(self.shapes, self.shared, self.routings, self.tokens):

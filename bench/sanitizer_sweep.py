@@ -55,9 +55,12 @@ import megamoe
 from megamoe.id_map import IdMap
 from megamoe.kernels.combine import combine
 from megamoe.kernels.epilogue import requantize_accumulators
+from megamoe.kernels.hopper.config import ROW_ALIGN
+from megamoe.kernels.hopper.gather import gather
 from megamoe.kernels.layer import run_layer
+from megamoe.kernels.mxfp4_requant import mxfp4_requant
 from megamoe.kernels.pre_dispatch import KINDS, pre_dispatch
-from megamoe.kernels.routing import allocate_plan, build_plan
+from megamoe.kernels.routing import allocate_plan, build_plan, max_rows, max_tiles
 from megamoe.oracle.dispatch_paths import PATHS, DispatchPath, configuration
 from megamoe.oracle.public_arguments import layer_arguments, weight_arguments
 from megamoe.oracle.random_layers import Layer, random_layer
@@ -67,7 +70,7 @@ from megamoe.weights import prepare
 from megamoe.workspace import Workspace
 
 TOOLS = ("memcheck", "racecheck", "initcheck")
-KERNELS = ("pre_dispatch", "routing", "gate_up", "down", "combine", "requantize", "hopper")
+KERNELS = ("pre_dispatch", "routing", "gate_up", "down", "combine", "requantize", "mxfp4_requant", "gather", "hopper")
 HOPPER_RECIPES = tuple(r for r in ALL_RECIPES if r.numerics == "deep_gemm_sm90")
 HOPPER_TOKENS = (9, 60, 150, 400)  # of 2 among 5 experts: a tile for decoding, two between, one for prefill
 RESULTS = Path(__file__).resolve().parent / "results" / "sanitizer_h200.json"
@@ -206,6 +209,45 @@ def _requantize_case(recipe: Recipe, device: str) -> None:
     requantize_accumulators(acc, weight, recipe, clamp=2.0)
 
 
+def _mxfp4_requant_case(exact: bool, device: str) -> None:
+    """Rows inside wider ones, groups that fill no program, the last blocks cut in rows and columns."""
+    generator = torch.Generator().manual_seed(0)
+    rows, columns = 131, 224
+    weight = torch.randn(rows, columns + 5, generator=generator).to(torch.float8_e4m3fn).to(device)[:, 3:-2]
+    scale = torch.rand(2, 3, generator=generator).to(device)[:, :2]
+    _, sf = mxfp4_requant(weight, scale, (128, 128), exact=exact)
+    if not bool((sf.cpu() < 255).all()):
+        raise RuntimeError("a group of finite numbers has a scale of NaN")
+
+
+def _gather_case(k_order: bool, device: str) -> None:
+    """Rows of a wider buffer, skipped slots; rows that pad an expert's stay unwritten."""
+    generator = torch.Generator().manual_seed(0)
+    tokens, top_k, experts, block_m, hidden = 7, 3, 5, 16, 2304
+    ids = torch.randint(-1, experts + 1, (tokens, top_k), generator=generator).to(device)
+    plan = allocate_plan(tokens, top_k, experts, block_m, device, row_align=ROW_ALIGN)
+    build_plan(ids, plan, num_experts=experts, block_m=block_m)
+    capacity = max_rows(tokens * top_k, experts, ROW_ALIGN)
+    row_weight = torch.empty(capacity, device=device)
+    gather(
+        torch.randn(tokens, hidden + 4, generator=generator).to(torch.float8_e4m3fn).to(device)[:, :hidden],
+        torch.rand(tokens, hidden // 128 + 1, generator=generator).to(device)[:, :-1],
+        torch.rand(tokens, top_k, generator=generator).to(device),
+        plan,
+        num_tiles=max_tiles(tokens * top_k, experts, block_m),
+        q=torch.empty(capacity, hidden, dtype=torch.float8_e4m3fn, device=device),
+        scale=torch.empty(hidden // 128, capacity, device=device),
+        row_weight=row_weight,
+        packed_tiles=torch.empty_like(plan.tiles),
+        tile_count=torch.empty(1, dtype=torch.int32, device=device),
+        k_order=k_order,
+    )
+    assert plan.slot_rows is not None
+    served = plan.slot_rows.cpu()
+    if not bool((row_weight.cpu()[served[served >= 0].long()] < 1).all()):
+        raise RuntimeError("a served row has no weight")
+
+
 def cases() -> dict[str, Callable[[str], None]]:
     """Name to what runs it on a device."""
     found: dict[str, Callable[[str], None]] = {}
@@ -221,6 +263,10 @@ def cases() -> dict[str, Callable[[str], None]]:
     for recipe in ALL_RECIPES:
         arithmetic = "trtllm" if recipe.numerics == "trtllm_gen" else "deep_gemm"
         found.setdefault(f"requantize/{traits(recipe).mid_kind}/{arithmetic}", partial(_requantize_case, recipe))
+    for exact in (False, True):
+        found[f"mxfp4_requant/{'exact' if exact else 'sglang'}"] = partial(_mxfp4_requant_case, exact)
+    for k_order in (False, True):
+        found[f"gather/{'k_order' if k_order else 'natural'}"] = partial(_gather_case, k_order)
     if torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9:
         for recipe in HOPPER_RECIPES:
             for tokens in HOPPER_TOKENS:

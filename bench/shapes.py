@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
+from megamoe.file_errors import why_unreadable
 from megamoe.spec import MAX_EXPERTS, MAX_TOP_K
 
 
@@ -54,6 +55,7 @@ MODELS = {
 }
 
 _LETTERS = {"H": "hidden", "I": "intermediate", "E": "num_experts", "K": "top_k", "S": "num_shared_experts"}
+_FIELDS = tuple(field.name for field in fields(ModelShape))
 _REQUIRED = ("hidden", "intermediate", "num_experts", "top_k")
 
 
@@ -70,7 +72,7 @@ def parse_shape(text: str) -> ModelShape:
         except ValueError:
             raise ValueError(f"shape {text!r}: {part!r} is not a number") from None
     values.setdefault("name", text.replace(" ", ""))
-    return _checked(values, f"shape {text!r}")
+    return _checked(values, f"shape {text!r}", [*_LETTERS, *_FIELDS])
 
 
 def load_shapes(path: Path) -> list[ModelShape]:
@@ -91,8 +93,10 @@ def load_shapes(path: Path) -> list[ModelShape]:
             raise ValueError(f"{path}: reading TOML below Python 3.11 needs the package tomli") from None
     try:
         tables = tomllib.loads(path.read_text())
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise ValueError(f"{path}: {error}") from None
+    except tomllib.TOMLDecodeError as error:
+        raise ValueError(f"{path}: not TOML ({why_unreadable(path, error)})") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path}: {why_unreadable(path, error)}") from None
     shapes = []
     for name, table in tables.items():
         where = f"{path}: [{name}]"
@@ -103,15 +107,15 @@ def load_shapes(path: Path) -> list[ModelShape]:
         if like is not None and like not in MODELS:
             raise ValueError(f"{where}: like is {like!r}; known models: {', '.join(MODELS)}")
         base = {} if like is None else dict(vars(MODELS[like]))
-        shapes.append(_checked({**base, **values, "name": name}, where))
+        unnamed = [field for field in _FIELDS if field != "name"]  # the table's own
+        shapes.append(_checked({**base, **values, "name": name}, where, ["like", *unnamed]))
     return shapes
 
 
-def _checked(values: dict[str, Any], where: str) -> ModelShape:
-    known = [field.name for field in fields(ModelShape)]
-    unknown = [key for key in values if key not in known]
+def _checked(values: dict[str, Any], where: str, allowed: list[str]) -> ModelShape:
+    unknown = [key for key in values if key not in _FIELDS]
     if unknown:
-        raise ValueError(f"{where}: unknown {unknown[0]!r}; allowed: {', '.join([*_LETTERS, *known])}")
+        raise ValueError(f"{where}: unknown {unknown[0]!r}; allowed: {', '.join(allowed)}")
     missing = [key for key in _REQUIRED if key not in values]
     if missing:
         raise ValueError(f"{where}: {missing[0]} is missing")

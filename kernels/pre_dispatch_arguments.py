@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from megamoe.id_map import IdMap
+from megamoe.id_map import MAX_GLOBAL_EXPERTS, IdMap
 from megamoe.validation import check_number
 
 
@@ -56,7 +56,6 @@ MAX_HIDDEN = 16384
 MAX_ELEMENTS = 2**34
 """Of x; scale units are counted in int32, elements are addressed in int64."""
 MAX_ROUTES = 2**30
-_MOST_EXPERTS = 2**30
 
 
 class Quantization(NamedTuple):
@@ -140,10 +139,10 @@ def check_id_map(id_map: IdMap, expert_scales: torch.Tensor | None, device: torc
     if not isinstance(id_map, IdMap):
         raise TypeError(f"id_map is a {type(id_map).__name__}; allowed: None or an IdMap")
     experts, offset, local, shared, expert_map = id_map
-    if experts < 1 or local < 1 or shared < 0 or not 0 <= offset < experts or experts + shared > _MOST_EXPERTS:
+    if experts < 1 or local < 1 or shared < 0 or not 0 <= offset < experts or experts + shared > MAX_GLOBAL_EXPERTS:
         raise ValueError(
             f"id_map is {id_map}; expected num_experts and num_local_experts >= 1, shared_slots >= 0, an expert_offset "
-            f"in [0, num_experts) and at most {_MOST_EXPERTS} experts"
+            f"in [0, num_experts) and at most {MAX_GLOBAL_EXPERTS} experts"
         )
     if expert_map is not None:
         check_tensor("id_map.expert_map", expert_map, device, (torch.int32,), rank=1, contiguous=True)

@@ -19,7 +19,7 @@ from megamoe.backends.base import Layer, LayerRequest, named_tensors
 from megamoe.options import LayerOptions, resolve
 from megamoe.parameters import LayerParameters
 from megamoe.plain_weights import PlainWeights
-from megamoe.recipe import Recipe, resolve_recipe
+from megamoe.recipe import resolve_recipe
 from megamoe.spec import LayerSpec
 from megamoe.weights import MoEWeights, prepare
 
@@ -62,11 +62,12 @@ def mega_moe(
 ) -> torch.Tensor:
     """One MoE layer on plain tensors. Prepares the weights anew at every call: use `MegaMoE` for serving.
 
-    hidden_states BF16 [T, H], rows may be strided; topk_ids int32 or int64 [T, K], global; topk_weights float32 [T, K].
-    An id of −1 and the id of another rank's expert skip the slot; any other id that names no expert is skipped too
-    (`check_ids=True` raises instead).
+    hidden_states BF16 [T, H], its rows may be strided; topk_ids int32 or int64 [T, K], global; topk_weights float32
+    [T, K]; both of these contiguous. An id of −1 and the id of another rank's expert skip the slot; any other id that
+    names no expert is skipped too (`check_ids=True` raises instead).
 
-    Weights, all on one device with the tokens; the two last axes contiguous, experts may be strided or expanded:
+    Weights, all on one device with the tokens; the two last axes of a matrix contiguous, experts may be strided or
+    expanded; scales, biases, l1_alphas, l2_alphas and l2_act_scales may have any strides:
 
     | `mma_type` | w13, gate rows then up rows | w13_scale | w2 | w2_scale |
     |---|---|---|---|---|
@@ -76,10 +77,10 @@ def mega_moe(
     | `mxfp8xmxfp8` | float8_e4m3fn [E, 2I, H] | UE8M0 [E, 2I, H/32] | [E, H, I] | [E, H, I/32] |
     | `bf16xbf16` | bfloat16 [E, 2I, H] | None | [E, H, I] | None |
 
-    UE8M0 scales are uint8 or float8_e8m0fnu, UE4M3 scales uint8 or float8_e4m3fn; scales may have any strides. H and I
-    are multiples of 32; more where scale groups ask for it: 128 for both under `block128`, for I under `token`; less,
-    16, under `nvfp4xnvfp4`. `act_scale=None` and `numerics=None` mean the first
-    legal row of the recipe table for `mma_type`; `numerics="deep_gemm"` its DeepGEMM row.
+    UE8M0 scales are uint8 or float8_e8m0fnu, UE4M3 scales uint8 or float8_e4m3fn with the sign bit clear, which nothing
+    checks: not every backend and GPU ignores it. H and I are multiples of 32; more where scale groups ask for it: 128
+    for both under `block128`, for I under `token`; less, 16, under `nvfp4xnvfp4`. `act_scale=None` and `numerics=None`
+    mean the first legal row of the recipe table for `mma_type`; `numerics="deep_gemm"` its DeepGEMM row.
 
     w13_layout: "gate_up", or "interleaved" where rows of w13, its scales and bias alternate: gate 0, up 0, gate 1, …
     shared_*: S shared experts, all of the tensors or none; their dtype decides their format (beside `fp8xfp4` E4M3 or
@@ -90,26 +91,33 @@ def mega_moe(
     under `trtllm_gen` E + S, those of the shared experts last.
     l1_alphas, l2_alphas, l2_act_scales: global scales of NVFP4 and of every `trtllm_gen` recipe, float32 [E, 2] (gate,
     up), [E] and [E]; they multiply the accumulators of GEMM 1, those of GEMM 2, and the activated values before
-    requantization.
-    expert_scales: float32 [num_experts], by global id, multiplied into the top-k weights of each expert's slots.
+    requantization, which l2_alphas must undo. Under DeepGEMM numerics they come first: biases, clamp and alpha are in
+    the units of their products. Under `trtllm_gen`, with every recipe, they come late: w13_bias, the clamp and beta are
+    in units of the accumulators, which l1_alphas have not met yet (times the token's scale, under `nv16_token`), alpha
+    meets the gate that l1_alphas have multiplied, and l2_alphas multiply the sum of accumulator and w2_bias.
+    expert_scales: float32 [num_experts], contiguous, by global id, multiplied into the top-k weights of each expert's
+    slots.
     x_gsf: float32 [1], the global factor by which `nv16` activations are quantized; needed there, refused elsewhere.
+    The accumulators carry it: where l1_alphas are given they must contain 1/x_gsf, else 1/x_gsf stands for them.
     activation: "swiglu" gate·sigmoid(gate)·up; "swigluoai" gate·sigmoid(alpha·gate)·(up + beta); "situ" (`fp8xfp4` with
     `mx32`, no clamp) alpha·tanh(gate/alpha)·sigmoid(gate)·beta·tanh(up/beta).
     activation_clamp: c in gate = min(gate, c), up = clamp(up, −c, c); None or inf: no clamp.
     activation_alpha, activation_beta: "swigluoai": 1.702 and 1 when None; "situ": 4 and 25, others under `trtllm_gen`
-    alone. These and the clamp may be float32 [E] under `trtllm_gen`. Under NVFP4's `trtllm_gen` recipes bias, clamp and
-    beta are in units of the raw accumulators.
+    alone. These and the clamp may be float32 [E], contiguous, under `trtllm_gen`.
     routed_scaling_factor: multiplied into every top-k weight but those of shared experts.
     num_experts, local_expert_offset, expert_map: which experts w13 holds. ids of all ranks are 0…num_experts − 1 (None:
-    E, or as many as the map has); w13's first expert has the id local_expert_offset, or expert_map int32 [num_experts]
-    gives each id's index into w13, −1 for none. A dense shared MLP is added on every rank that is given one.
-    output: BF16 [T, H] to write into, rows may be strided; allocated when None. T = 0 is allowed.
+    E, or as many as the map has; at most 2^30, shared slots included); w13's first expert has the id
+    local_expert_offset, or expert_map int32 [num_experts], contiguous, gives each id's index into w13, −1 for none. A
+    dense shared MLP is added on every rank that is given one.
+    output: BF16 [T, H] to write into, its rows may be strided but not overlap; allocated when None. T = 0 is allowed.
     moe_backend: "triton", "reference", "deep_gemm", "flashinfer_trtllm" (upstream itself, where it is installed and can
     run) or "auto" (triton where it can run, else reference). None: what `megamoe.set_default_backend` set, else the
     environment variable MEGAMOE_BACKEND, else "triton". The choice is logged once, to the logger "megamoe".
 
     Nothing is differentiable: a tensor with requires_grad=True is refused, also under `torch.no_grad()`; pass it
-    detached. Under `torch.compile` the call is one op, which raises when it runs.
+    detached. Under `torch.compile` the call is one op, which raises when it runs. What torch's dispatcher converts or
+    refuses never gets there: a bool passes for a number and an int for check_ids, and a value of another kind than the
+    argument's (a list, a number for a string, a tensor with requires_grad) raises torch's error while it is traced.
 
     Raises `TypeError`/`ValueError` naming the argument, or `UnsupportedError` (a `NotImplementedError`) with
     the backend's reason for what is legal but not served; nothing is launched or written then.
@@ -128,7 +136,7 @@ def mega_moe(
                 check_ids=check_ids, moe_backend=moe_backend,
             ),
         )  # fmt: skip
-    recipe = _recipe_of(mma_type, act_scale, numerics)
+    recipe = resolve_recipe(mma_type, act_scale, numerics)
     weights = PlainWeights(
         w13, w13_scale, w2, w2_scale, shared_w13, shared_w13_scale, shared_w2, shared_w2_scale,
         l1_alphas, l2_alphas, l2_act_scales, w13_bias, w2_bias, w13_layout,
@@ -172,13 +180,21 @@ def prepare_weights(
 ) -> MoEWeights:
     """Bring plain weights (see `mega_moe`) into the byte order the kernels read, once at load.
 
-    Under DeepGEMM numerics with [gate; up] rows w13 is reordered, and so are all scales other than fp32: into copies,
-    or with `donate=True` where they lie, one expert at a time (scales whose rows or groups need padding, to 128 and 4,
-    are copied all the same), so that the caller's tensors are the layer's from then on and hold another order. All
-    other weights are kept as they are and shared with the caller.
-    Works on every device, the CPU included. Raises as `mega_moe` does.
+    What changes its order is copied, or with `donate=True` rewritten where it lies, one expert at a time, so that the
+    caller's tensor is the layer's from then on and of no other use:
+
+    - w13, under DeepGEMM numerics with [gate; up] rows; its experts must not overlap then (`expand`).
+    - a dense shared_w13 (DeepGEMM numerics), whatever w13_layout says.
+    - scales that are bytes, of w13, of w2 and, under `trtllm_gen`, of the shared experts, if they are contiguous, start
+      at a multiple of 4 bytes of their storage and need no padding (rows to 128, groups to 4). Others, and those of a
+      dense shared MLP, are copied all the same and left as they were.
+
+    Nothing else is written, with either value: w2, shared_w2, any other w13 and shared_w13 and, where they are
+    contiguous, fp32 scales, float32 biases and global scales are the caller's own memory, so that later changes are
+    felt. BF16 biases and strided small tensors are copied. Works on every device, the CPU included. Raises as
+    `mega_moe` does.
     """
-    recipe = _recipe_of(mma_type, act_scale, numerics)
+    recipe = resolve_recipe(mma_type, act_scale, numerics)
     weights = PlainWeights(
         w13, w13_scale, w2, w2_scale, shared_w13, shared_w13_scale, shared_w2, shared_w2_scale,
         l1_alphas, l2_alphas, l2_act_scales, w13_bias, w2_bias, w13_layout,
@@ -186,7 +202,7 @@ def prepare_weights(
     validation.check_weights(weights, recipe)
     validation.check_flag("donate", donate)
     if donate:
-        validation.check_distinct("w13", w13)
+        validation.check_donated(weights, recipe)
     with device_guard(w13.device):
         return prepare(validation.canonical(weights, recipe), recipe, donate=donate)
 
@@ -253,7 +269,11 @@ class MegaMoE:
         self._handle = ops.register(self)
 
     def __setstate__(self, state: dict[str, object]) -> None:
-        """A copy (`copy.deepcopy`, pickle) has its own workspace, and graphs must find it, not the original."""
+        """A copy gets a handle of its own: graphs must find it, not the original.
+
+        `copy.deepcopy` and `torch.save` copy the weights and the workspace. `copy.copy` shares both with the original,
+        so that the two serve one stream. Plain pickle fails in torch 2.13 where a tensor is E4M3.
+        """
         self.__dict__.update(state)
         self._handle = ops.register(self)
 
@@ -381,10 +401,3 @@ class _Call:
 def device_guard(device: torch.device) -> AbstractContextManager:
     """Makes `device` current: Triton launches on the current device, wherever the tensors are."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
-
-
-def _recipe_of(mma_type: str, act_scale: str | None, numerics: str | None) -> Recipe:
-    for name, value in (("mma_type", mma_type), ("act_scale", act_scale), ("numerics", numerics)):
-        if value is not None and not isinstance(value, str):
-            raise TypeError(f"{name} is {value!r} ({type(value).__name__}); allowed: None or a string")
-    return resolve_recipe(mma_type, act_scale, numerics)

@@ -6,6 +6,9 @@ from typing import NamedTuple
 
 import torch
 
+MAX_GLOBAL_EXPERTS = 2**30
+"""Experts of all ranks, shared slots included, that ids may name: kernels number them in int32."""
+
 
 class IdMap(NamedTuple):
     """Global ids to local ids, and which of them name shared slots.

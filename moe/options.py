@@ -8,13 +8,11 @@ from typing import NamedTuple
 
 import torch
 
+from megamoe.id_map import MAX_GLOBAL_EXPERTS
 from megamoe.parameters import LayerParameters
 from megamoe.recipe import Recipe
 from megamoe.spec import ACTIVATION_DEFAULTS, ACTIVATIONS, LayerSpec
 from megamoe.validation import WeightDims, check_choice, check_count, check_number, check_tensor, has_shared_slots
-
-MAX_GLOBAL_EXPERTS = 2**31 - 1
-"""An expert of any rank, and a shared slot after them, has an int32 id."""
 
 
 @dataclass(frozen=True)
@@ -156,11 +154,11 @@ def _check_per_expert(name: str, value: object, rows: int, axes: str, device: to
 
 def _num_experts(options: LayerOptions, recipe: Recipe, dims: WeightDims, device: torch.device) -> int:
     """The number of routed experts of all ranks, from `num_experts`, the map or the weights."""
-    offset = check_count("local_expert_offset", options.local_expert_offset, 0, MAX_GLOBAL_EXPERTS)
-    shared = dims.num_shared_experts if has_shared_slots(recipe) else 0
+    most = MAX_GLOBAL_EXPERTS - (dims.num_shared_experts if has_shared_slots(recipe) else 0)
     given = options.num_experts
     if given is not None:
-        check_count("num_experts", given, 1, MAX_GLOBAL_EXPERTS - shared)
+        check_count("num_experts", given, 1, most)
+    offset = check_count("local_expert_offset", options.local_expert_offset, 0, most - dims.num_experts)
     if options.expert_map is not None:
         expert_map = check_tensor(
             "expert_map", options.expert_map, dtypes=(torch.int32,), rank=1, axes="[num_experts]", device=device,
@@ -169,6 +167,7 @@ def _num_experts(options: LayerOptions, recipe: Recipe, dims: WeightDims, device
         if given not in (None, len(expert_map)) or len(expert_map) == 0:
             expected = "one for every global expert" if given is None else f"num_experts = {given}"
             raise ValueError(f"expert_map has {len(expert_map)} entries; expected {expected}")
+        check_count("expert_map.shape[0] (num_experts)", len(expert_map), 1, most)
         if offset:
             raise ValueError(f"local_expert_offset is {offset}; allowed with expert_map, which places the experts: 0")
         return len(expert_map)

@@ -1,8 +1,9 @@
 """The pre-dispatch's quantization alone: BF16 rows to elements and block scales, bit for bit.
 
 Contract: DeepGEMM MegaMoE of `sgl-deep-gemm` 0.1.7. On a GPU, or under Triton's interpreter, the pre-dispatch kernel
-runs; elsewhere the reference, which it equals. Rows of x may be strided. Every function raises `TypeError` (type,
-dtype) or `ValueError` (shape, group, floor), naming the argument, before anything runs.
+runs; elsewhere the reference, which it equals. Rows of x may be strided. The kernel serves H up to 16384 and
+raises `ValueError` beyond; the reference has no such limit. Every function raises `TypeError` (type, dtype) or
+`ValueError` (shape, group, floor), naming the argument, before anything runs.
 """
 
 from __future__ import annotations

@@ -185,8 +185,12 @@ def resolve_recipe(mma_type: str, act_scale: str | None = None, numerics: str | 
     """The first legal row that matches the given fields, in table order; never chosen by the GPU present.
 
     `numerics="deep_gemm"` stands for `deep_gemm_sm100` or `deep_gemm_sm90`, whichever the table has.
-    Raises `ValueError` naming the field when nothing matches.
+    Raises `TypeError` for what is no string and `ValueError` when nothing matches, naming the field.
     """
+    for name, value in (("mma_type", mma_type), ("act_scale", act_scale), ("numerics", numerics)):
+        if value is not None and not isinstance(value, str):
+            allowed = "a string" if name == "mma_type" else "None or a string"
+            raise TypeError(f"{name} is {value!r} ({type(value).__name__}); allowed: {allowed}")
     for row in TABLE:
         if row.mma_type != mma_type or (act_scale is not None and row.act_scale != act_scale):
             continue

@@ -39,14 +39,12 @@ class Sizes:
 @dataclass(frozen=True)
 class Option:
     """What a row of the matrix adds to a plain layer: `arguments` of the API, tensors given as shapes whose "E" is the
-    number of experts with a row in per-expert tensors; `shared`: element format of the shared experts; `spec`: fields
-    that no argument sets yet."""
+    number of experts with a row in per-expert tensors; `shared`: element format of the shared experts."""
 
     name: str
     arguments: dict[str, Any]
     shared: str | None = None
     sizes: Sizes = Sizes()
-    spec: dict[str, Any] | None = None
 
 
 PER_EXPERT, BY_ID = ("E",), (256,)
@@ -77,7 +75,6 @@ OPTIONS = (
     Option("H = 2176, I = 384", {}, sizes=Sizes(2176, 384)),
     Option("H = 16512", {}, sizes=Sizes(16512)),
     Option("1024 experts, top-32", {}, sizes=Sizes(num_experts=1024, top_k=32)),
-    Option("expert parallelism, `ep_size=2`", {}, spec={"ep_size": 2}),
 )  # fmt: skip
 
 _HEAD = f"""# Support matrix
@@ -87,7 +84,8 @@ Made by `python -m megamoe.support_matrix` from the recipe table and the code's 
 Every layer has H 4096, I 2048, {Sizes().num_experts} experts, top-{TOP_K} and up to {MAX_TOKENS} tokens, unless its row
 says otherwise. A number is a refusal, listed at the end; sm_100 stands for every 10.x, sm_120 for every 12.x. The CPU
 interpreter's column is the reference backend's too, limits of size aside. On sm_100 and sm_120 the kernels have been
-compiled, but not run.
+compiled, but not run. A rank's experts are served (`expert_map`, or `local_expert_offset` and `num_experts`); the
+exchange between ranks is not.
 
 ## Recipes
 
@@ -138,7 +136,7 @@ def _spec(recipe: Recipe, option: Option) -> LayerSpec:
     dims = check_weights(weights, recipe)
     options = LayerOptions(**{name: value for name, value in arguments.items() if name not in weight_names})
     spec, _ = resolve(options, recipe, dims, option.sizes.top_k, META)
-    return replace(spec, **(option.spec or {}))
+    return spec
 
 
 def _argument(value: Any, experts: int) -> Any:

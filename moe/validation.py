@@ -295,10 +295,12 @@ def _divided(axes: Axes, rows: int, columns: int) -> tuple[tuple[int, ...], str]
     return shape, f"[{', '.join(names)}]"
 
 
-def check_distinct(name: str, weight: torch.Tensor) -> None:
-    """That no two experts share memory, so that one can be reordered where it lies."""
-    if weight.shape[0] > 1 and weight.stride(0) < weight[0].numel():
-        raise ValueError(f"{name} has strides {weight.stride()}; with donate=True its experts must not overlap")
+def check_donated(weights: PlainWeights, recipe: Recipe) -> None:
+    """Where w13's rows are reordered, that no two experts share memory, so that one can be reordered where it lies."""
+    w13 = weights.w13
+    keeps_rows = recipe.numerics == "trtllm_gen" or weights.w13_layout == "interleaved"
+    if not keeps_rows and w13.shape[0] > 1 and w13.stride(0) < w13[0].numel():
+        raise ValueError(f"w13 has strides {w13.stride()}; with donate=True its experts must not overlap")
 
 
 def canonical(weights: PlainWeights, recipe: Recipe) -> PlainWeights:

@@ -67,6 +67,13 @@ class MoEWeights:
     w2_bias: torch.Tensor | None = None
     w13_rows: W13Rows = "tile"
 
+    def __repr__(self) -> str:
+        shared = f" + {self.num_shared_experts} shared" if self.num_shared_experts else ""
+        return (
+            f"MoEWeights({self.recipe}, {self.num_experts} experts{shared}, hidden {self.hidden}, "
+            f"intermediate {self.intermediate}, {self.nbytes:,} bytes on {self.device})"
+        )
+
     @property
     def nbytes(self) -> int:
         """Bytes of the matrices and their scales; experts that share memory (`expand`) count once."""

@@ -232,7 +232,7 @@ def random_parameters(
     if expert_scales:
         values["expert_scales"] = _uniform(generator, 0.5, 1.5, spec.num_experts)
     if spec.has_expert_map:
-        order = torch.randperm(spec.num_experts, generator=generator, dtype=torch.float32, device=generator.device)
+        order = torch.randperm(spec.num_experts, generator=generator, device=generator.device)
         expert_map = torch.full((spec.num_experts,), -1, dtype=torch.int32, device=generator.device)
         local = torch.arange(spec.num_local_experts, dtype=torch.int32, device=generator.device)
         expert_map[order[: spec.num_local_experts]] = local

@@ -1,7 +1,11 @@
 """The public API on the kernels: it is the reference's layer, on every recipe, whatever way it is called."""
 
+import copy
 import inspect
+import io
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 
 import pytest
@@ -12,11 +16,13 @@ from torch.utils._pytree import tree_leaves
 
 import megamoe
 from megamoe import debug
+from megamoe.kernels.epilogue import requantize_accumulators
+from megamoe.kernels.layouts.gate_up import interleave_gate_up
 from megamoe.oracle.metrics import LIMITS, assert_bytes_equal, check, compare
 from megamoe.oracle.public_arguments import call_arguments, layer_arguments, weight_arguments
 from megamoe.oracle.random_layers import Layer, random_layer
-from megamoe.oracle.reference import moe_layer
-from megamoe.recipe import ALL_RECIPES, Recipe
+from megamoe.oracle.reference import activate, moe_layer, requantize
+from megamoe.recipe import ALL_RECIPES, Recipe, traits
 from megamoe.validation import size_multiples
 
 T, H, E, K = 9, 128, 3, 2
@@ -26,6 +32,7 @@ DEEP_GEMM = Recipe("fp8xfp4", "mx32", "deep_gemm_sm100")
 TRTLLM = Recipe("fp8xfp4", "mx32", "trtllm_gen")
 SM90 = Recipe("fp8xfp8", "block128", "deep_gemm_sm90")
 NVFP4 = Recipe("nvfp4xnvfp4", "nv16_token", "deep_gemm_sm100")
+NV16 = Recipe("nvfp4xnvfp4", "nv16", "trtllm_gen")
 MXF4 = Recipe("mxf4xmxf4", "mx32", "deep_gemm_sm100")
 EXPERT_PARALLEL = [
     {"num_experts": 8, "local_experts": E, "local_expert_offset": 2},
@@ -241,6 +248,25 @@ def test_a_clamp_of_zero_leaves_nothing(recipe: Recipe, device: str) -> None:
     assert_bytes_equal(result, torch.zeros_like(result), "output")
 
 
+@pytest.mark.parametrize("clamp", (3.38e38, 3.4e38))
+@pytest.mark.parametrize("recipe", [DEEP_GEMM, MXF4, NVFP4, SM90], ids=str)
+def test_a_limit_beyond_bf16_meets_nan_and_infinity(recipe: Recipe, clamp: float, device: str) -> None:
+    """3.4e38 rounds to infinity in BF16: SM100 rules clamp nothing then, SM90's in fp32 still do. Gates of 32 have a
+    sigmoid of 1."""
+    up = torch.randn(4, 128, generator=torch.Generator().manual_seed(0)).bfloat16().float()
+    gate = torch.full_like(up, 32.0)
+    gate[0, 3], up[1, 5], gate[2, 7], up[3, 9] = math.nan, math.nan, math.inf, math.inf
+    acc = interleave_gate_up(torch.cat((gate, up), dim=1), traits(recipe).tile_order, dim=1).to(device)
+    q, sf = requantize_accumulators(acc, None, recipe, clamp=clamp)
+    act = activate(gate, up, recipe.numerics, clamp)
+    assert bool(act.isnan().any()) == (clamp > 3.39e38 and recipe.numerics == "deep_gemm_sm100")
+    expected_q, expected_sf = requantize(act, recipe)
+    assert sf is not None
+    assert expected_sf is not None
+    assert_bytes_equal(q.cpu(), expected_q, "elements")
+    assert_bytes_equal(sf.cpu(), expected_sf, "scales")
+
+
 def test_labels_of_bytes_do_not_matter(device: str) -> None:
     layer = _layer(DEEP_GEMM, device, shared_weight="e2m1")
     labels = {"w13": torch.int8, "w2": torch.int8, "w13_scale": torch.float8_e8m0fnu, "shared_w2": torch.int8}
@@ -358,6 +384,91 @@ def test_ids_of_no_expert_are_counted(options: dict, backend: str, device: str) 
         assert moe.skipped_ids == 3 + int((ids == ids[5, 0]).sum())
 
 
+def test_the_most_experts_that_ids_may_name(device: str) -> None:
+    layer = _layer(DEEP_GEMM, device)
+    for backend in BACKENDS:
+        _agrees(_call(layer, backend, num_experts=2**30), layer)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_an_output_of_inference_mode(backend: str, device: str) -> None:
+    layer = _layer(SM90, device)
+    with torch.inference_mode():
+        output = torch.full_like(layer.x, torch.nan)
+    assert output.is_inference()
+    assert_bytes_equal(_call(layer, backend, output=output).clone(), _call(layer, backend), "output")
+
+
+@dataclass(frozen=True)
+class Everywhere:
+    """What a program may set for all of torch, as a context."""
+
+    name: str
+    dtype: torch.dtype = torch.float32
+    device: str | None = None
+
+    def __str__(self) -> str:
+        return self.name
+
+    @contextmanager
+    def set(self) -> Iterator[None]:
+        torch.set_default_dtype(self.dtype)
+        try:
+            with nullcontext() if self.device is None else torch.device(self.device):
+                yield
+        finally:
+            torch.set_default_dtype(torch.float32)
+
+
+EVERYWHERE = [
+    Everywhere("bfloat16", torch.bfloat16),
+    Everywhere("float16", torch.float16),
+    Everywhere("on meta", device="meta"),
+]
+ON_KERNELS = (DEEP_GEMM, SM90, NVFP4, NV16)
+
+
+@pytest.mark.parametrize("backend, recipe", [
+    *(("reference", recipe) for recipe in ALL_RECIPES), *(("triton", recipe) for recipe in ON_KERNELS)
+], ids=str)  # fmt: skip
+def test_torchs_defaults_change_nothing(backend: str, recipe: Recipe, device: str) -> None:
+    """Default dtype and default device: no tensor in the path of a call takes them. The layer has numbers whose
+    rounding to BF16 or FP16 would be felt."""
+    trtllm = recipe.numerics == "trtllm_gen"
+    layer = _layer(
+        recipe, device, tokens=3, bias=True, activation="swigluoai", activation_alpha=1.3, activation_clamp=0.7,
+        activation_beta=0.9, expert_scales=True, routed_scaling_factor=1.7,
+        global_scales=trtllm or recipe.mma_type == "nvfp4xnvfp4",
+    )  # fmt: skip
+    moe = _moe(layer, backend=backend)
+    expected = _run(moe, layer)
+    for everywhere in EVERYWHERE:
+        with everywhere.set():
+            result = _run(moe, layer)
+        assert_bytes_equal(result, expected, str(everywhere))
+    with EVERYWHERE[0].set(), EVERYWHERE[-1].set():
+        result = _call(layer, backend)
+    assert_bytes_equal(result, expected, "prepared anew")
+
+
+@pytest.mark.parametrize("everywhere", EVERYWHERE, ids=str)
+@pytest.mark.parametrize("on_kernels", [True, False])
+def test_torchs_defaults_change_no_quantizer(
+    on_kernels: bool, everywhere: Everywhere, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not on_kernels:
+        monkeypatch.setattr("megamoe.quantize.device_unsupported_reason", lambda device: "the reference, please")
+    x = torch.randn(3, 128, generator=torch.Generator().manual_seed(0), dtype=torch.float32).bfloat16().to(device)
+    for quantize in (
+        megamoe.quantize_mxfp8, megamoe.quantize_mxfp4, megamoe.quantize_nvfp4, megamoe.quantize_fp8_block128
+    ):  # fmt: skip
+        expected = quantize(x, amax_floor=1.1e-3)
+        with everywhere.set():
+            result = quantize(x, amax_floor=1.1e-3)
+        for got, wanted in zip(result, expected):
+            assert_bytes_equal(got, wanted, f"{quantize.__name__}: {everywhere}")
+
+
 def test_two_layers_share_nothing_but_their_weights(device: str) -> None:
     layer = _layer(DEEP_GEMM, device)
     weights = _prepared(layer)
@@ -368,6 +479,80 @@ def test_two_layers_share_nothing_but_their_weights(device: str) -> None:
     for tensor in its.values():
         tensor.view(torch.uint8).fill_(0xFF)
     assert_bytes_equal(_run(first, layer), result, "with the other's workspace poisoned")
+
+
+def test_copies_of_a_layer(device: str) -> None:
+    """`copy.deepcopy` and `torch.save` copy the workspace too, `copy.copy` shares it; graphs tell all of them apart."""
+    layer = _layer(TRTLLM, device)
+    moe = _moe(layer)
+    expected = _run(moe, layer)
+    stored = io.BytesIO()
+    torch.save(moe, stored)
+    stored.seek(0)
+    copies = [copy.copy(moe), copy.deepcopy(moe), torch.load(stored, weights_only=False)]
+    rows = [held._layer._workspace.rows.data_ptr() for held in (moe, *copies)]  # type: ignore[attr-defined]
+    assert rows[0] == rows[1]
+    assert len(set(rows)) == 3
+    assert len({held._handle for held in (moe, *copies)}) == 4
+    for held in copies:
+        assert_bytes_equal(_run(held, layer), expected, "output")
+
+
+WITH_GLOBAL_SCALES = [recipe for recipe in ALL_RECIPES if recipe.numerics == "trtllm_gen" or recipe == NVFP4]
+
+
+@pytest.mark.parametrize(
+    "recipe, activation", [*((recipe, "swigluoai") for recipe in WITH_GLOBAL_SCALES), (TRTLLM, "situ")], ids=str
+)
+def test_units_of_biases_clamp_and_beta(recipe: Recipe, activation: str, device: str) -> None:
+    """Twice the tokens under half of l1_alphas is the same layer if w13_bias, clamp and beta double under `trtllm_gen`,
+    and if they stay under DeepGEMM; half the top-k weights under twice l2_alphas, if w2_bias stays (doubles)."""
+    trtllm = recipe.numerics == "trtllm_gen"
+    layer = _layer(
+        recipe, device, shared=0, bias=True, global_scales=True, activation=activation,
+        **({} if activation == "situ" else {"activation_clamp": 0.75}),
+    )  # fmt: skip
+    beta = 0.5 if trtllm else None
+    expected = _call(layer, "reference", activation_beta=beta)
+    unit = 2.0 if trtllm else 1.0
+    arguments = call_arguments(layer)
+    clamp = arguments["activation_clamp"]
+    changes = {
+        "hidden_states": layer.x * 2,
+        "topk_weights": layer.topk_weights / 2,
+        "l1_alphas": arguments["l1_alphas"] / 2,
+        "l2_alphas": arguments["l2_alphas"] * 2,
+        "w13_bias": arguments["w13_bias"] * unit,
+        "w2_bias": arguments["w2_bias"] * (1 if trtllm else 2),
+        "activation_clamp": None if clamp is None else clamp * unit,
+        "activation_beta": None if beta is None else beta * unit,
+    }
+    if not trtllm:  # the weight meets the activated values, whose scales it would move
+        changes["l2_act_scales"] = arguments["l2_act_scales"] * 2
+        changes["l2_alphas"] = arguments["l2_alphas"]
+    assert_bytes_equal(_call(layer, "reference", **changes), expected, "output")
+
+
+OVERWRITTEN = {
+    DEEP_GEMM: {"w13", "w13_scale", "w2_scale", "shared_w13"},
+    SM90: {"w13", "shared_w13"},
+    TRTLLM: {"w13_scale", "w2_scale", "shared_w13_scale", "shared_w2_scale"},
+}
+
+
+@pytest.mark.parametrize("w13_layout", ["gate_up", "interleaved"])
+@pytest.mark.parametrize("recipe", OVERWRITTEN, ids=str)
+def test_what_donating_overwrites(recipe: Recipe, w13_layout: str, device: str) -> None:
+    layer = _layer(recipe, device, hidden=256, intermediate=128, num_experts=4, w13_layout=w13_layout, bias=True)
+    tensors = {name: t for name, t in vars(layer.weights).items() if isinstance(t, torch.Tensor)}
+    before = {name: tensor.clone() for name, tensor in tensors.items()}
+    weights = _prepared(layer, donate=True)
+    changed = {
+        name for name, t in tensors.items() if not torch.equal(t.view(torch.uint8), before[name].view(torch.uint8))
+    }
+    assert changed == OVERWRITTEN[recipe] - ({"w13"} if w13_layout == "interleaved" else set())
+    for name in ("w13_bias", "w2_bias"):
+        assert getattr(weights, name).data_ptr() == tensors[name].data_ptr()
 
 
 @pytest.mark.parametrize("recipe", ALL_RECIPES, ids=str)

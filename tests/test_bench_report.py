@@ -136,7 +136,7 @@ def test_pictures_without_matplotlib_are_refused_in_a_line(tmp_path: Path, monke
     save(_results(), tmp_path / "r.json")
     result = CliRunner().invoke(cli.main, ["report", str(tmp_path / "r.json"), "--png", str(tmp_path / "png")])
     assert result.exit_code == 1
-    assert "Error: the pictures need matplotlib: pip install 'megamoe[bench]'" in result.output
+    assert "Error: the pictures need matplotlib: pip install '.[bench]'" in result.output
 
 
 def test_the_table_of_a_model(tmp_path: Path) -> None:

@@ -13,10 +13,18 @@ def test_every_path_and_kind_is_swept() -> None:
     assert {f"pre_dispatch/{kind}" for kind in KINDS} <= names.keys()
     assert {"routing/int32", "routing/int64", "combine/plain", "combine/weighted"} <= names.keys()
     families = {name.split("/")[0] for name in names} - {"hopper"}  # that one on Hopper alone
-    assert families == {"layer", "pre_dispatch", "routing", "combine", "requantize"}
+    assert families == {"layer", "pre_dispatch", "routing", "combine", "requantize", "mxfp4_requant", "gather"}
+    launched = {"gate_up", "down"}  # by every layer
+    assert families | launched | {"hopper"} == {*sanitizer_sweep.KERNELS, "layer"}
 
 
-@pytest.mark.parametrize("name", ("pre_dispatch/mxfp8", "combine/plain", "combine/weighted", "requantize/nvfp4/trtllm"))
+@pytest.mark.parametrize(
+    "name",
+    (
+        "pre_dispatch/mxfp8", "combine/plain", "combine/weighted", "requantize/nvfp4/trtllm", "mxfp4_requant/sglang",
+        "mxfp4_requant/exact", "gather/natural", "gather/k_order",
+    ),
+)  # fmt: skip
 def test_a_case_runs(name: str, device: str) -> None:
     sanitizer_sweep.cases()[name](device)
 

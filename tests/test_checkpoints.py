@@ -115,8 +115,14 @@ def test_shared_experts_in_each_recipes_form(count: int, tmp_path: Path) -> None
                 assert 0.05 < (ours - theirs).norm() / theirs.norm() < 0.15, "requantized, each slot's own rows"
 
 
+def _put_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The command sets TRITON_INTERPRET where there is no GPU; a patch puts it back."""
+    if not torch.cuda.is_available():
+        monkeypatch.setenv("TRITON_INTERPRET", "1")
+
+
 def test_check_compares_every_recipe(folder: Path, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TRITON_INTERPRET", "1")  # the command sets it; this puts it back
+    _put_back(monkeypatch)
     path = tmp_path / "out.json"
     arguments = ["check", "--checkpoint", str(folder), "--layer", str(LAYER), "--tokens", "3", "--json", str(path)]
     result = CliRunner().invoke(cli.main, arguments)
@@ -134,7 +140,7 @@ def test_check_compares_every_recipe(folder: Path, kind: str, tmp_path: Path, mo
 
 
 def test_check_fails_beyond_limits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    _put_back(monkeypatch)
     write_tiny_checkpoint(tmp_path, "gpt_oss")
     recipe = _read(tmp_path).recipes[0]
     impossible = Limits(rel_rms=-1.0, worst_row=1.0, scale_error=1.0, calc_diff=1.0, reason="to fail")
@@ -158,7 +164,7 @@ def test_check_fails_beyond_limits(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 def test_check_refuses(
     arguments: list[str], code: int, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    _put_back(monkeypatch)
     write_tiny_checkpoint(tmp_path, "gpt_oss")
     result = CliRunner().invoke(cli.main, ["check", *(a.format(folder=tmp_path) for a in arguments)])
     assert result.exit_code == code, result.output

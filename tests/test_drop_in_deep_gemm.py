@@ -37,7 +37,7 @@ class Case:
 
     def layer(self, device: str, tokens: int | None = None) -> Layer:
         return random_layer(
-            self.recipe, tokens=tokens or TOKENS[device], hidden=self.hidden, intermediate=self.intermediate,
+            self.recipe, tokens=TOKENS[device] if tokens is None else tokens, hidden=self.hidden, intermediate=self.intermediate,
             num_experts=E, top_k=K, masked=0.2, device=device, **self.options,
         )  # fmt: skip
 
@@ -273,7 +273,7 @@ def test_bad_options_are_refused_before_anything_is_written(
 ) -> None:
     case_name, options, message = BAD_CALLS[name]
     case = CASES.get(case_name, ROUTED)
-    layer = case.layer(device)
+    layer = case.layer(device, tokens=4)
     buffer = make_buffer(case, layer, monkeypatch)
     y, before = nan_like(layer.x), buffer.buffer.clone()
     with pytest.raises((ValueError, TypeError), match=message):
@@ -284,7 +284,7 @@ def test_bad_options_are_refused_before_anything_is_written(
 
 def test_bad_tensors_are_refused(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     case = ROUTED
-    layer = case.layer(device)
+    layer = case.layer(device, tokens=4)
     buffer = make_buffer(case, layer, monkeypatch)
     (l1, l2), _ = transformed(layer)
     y = nan_like(layer.x)
@@ -342,7 +342,7 @@ BAD_DISPATCHES: dict[str, tuple[dict[str, Any], str]] = {
 def test_bad_pre_dispatches_are_refused(name: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     changes, message = BAD_DISPATCHES[name]
     case = ROUTED
-    layer = case.layer(device)
+    layer = case.layer(device, tokens=4)
     buffer = make_buffer(case, layer, monkeypatch)
     before = buffer.buffer.clone()
     arguments: dict[str, Any] = dict(

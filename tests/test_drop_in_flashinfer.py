@@ -589,13 +589,13 @@ def test_a_graph_replays_new_tokens_and_weights_must_be_prepared_before(device: 
         drop_in.trtllm_fp4_block_scale_moe(**new, output=other)
 
 
-def test_another_default_backend_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_default_backend_is_refused(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     from megamoe.flashinfer.layer import require_served
     from megamoe.recipe import Recipe
     from megamoe.spec import LayerSpec
 
     spec = LayerSpec(Recipe("fp8xfp4", "mx32", "trtllm_gen"), 128, 128, 2, 1)
-    require_served(spec, torch.device("cpu"), 1)
+    require_served(spec, torch.device(device), 1)
     monkeypatch.setenv("MEGAMOE_BACKEND", "reference")
     with pytest.raises(UnsupportedError, match=r"'reference' \(asked for by MEGAMOE_BACKEND=reference\); megamoe"):
-        require_served(spec, torch.device("cpu"), 1)
+        require_served(spec, torch.device(device), 1)

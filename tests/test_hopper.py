@@ -135,9 +135,8 @@ def test_e4m3_scales_of_every_size() -> None:
     for scale in (layer.weights.w13_scale, layer.weights.w2_scale):
         assert scale is not None
         scale *= torch.exp2(torch.randint(-4, 5, scale.shape, generator=generator).float()).to(scale.device)
-    layer.x *= (
-        torch.exp2(torch.randint(-3, 4, (150, 6), generator=generator).float()).repeat_interleave(128, 1).to("cuda")
-    )
+    factors = torch.exp2(torch.randint(-3, 4, (150, 6), generator=generator).float()).repeat_interleave(128, 1)
+    layer.x.mul_(factors.to("cuda"))
     for tokens in (7, 40, 90, 150):
         few = dataclasses.replace(
             layer, x=layer.x[:tokens], topk_ids=layer.topk_ids[:tokens], topk_weights=layer.topk_weights[:tokens]

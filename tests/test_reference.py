@@ -362,6 +362,11 @@ def test_clamp_replaces_nan() -> None:
         for clamp in (None, INF):
             assert math.isnan(_swiglu(NAN, 1.0, recipe, clamp=clamp))
             assert math.isnan(_swiglu(1.0, NAN, recipe, clamp=clamp))
+    beyond_bf16 = 3.4e38  # rounds to infinity where limits are BF16: no clamp then
+    assert math.isnan(_swiglu(NAN, 1.0, FP8, clamp=beyond_bf16))
+    assert math.isnan(_swiglu(1.0, NAN, FP8, clamp=beyond_bf16))
+    for recipe in (SM90, FP8_TRTLLM):
+        assert not math.isnan(_swiglu(NAN, 1.0, recipe, clamp=beyond_bf16))
     per_expert = activate(torch.tensor([NAN, NAN]), torch.ones(2), "trtllm_gen", torch.tensor([64.0, INF]))
     assert per_expert[0] == 64.0
     assert per_expert[1].isnan()

@@ -10,6 +10,7 @@ import torch
 
 import megamoe
 from megamoe.backends.reference import ReferenceBackend
+from megamoe.formats import round_to_bf16, round_to_fp32
 from megamoe.oracle.metrics import assert_bytes_equal
 from megamoe.oracle.random_layers import Layer, random_layer
 from megamoe.recipe import ALL_RECIPES, Recipe, traits
@@ -149,7 +150,8 @@ BY_HAND = [
     Bad("expert_map", _set(torch.arange(E)), TypeError, "has dtype torch.int64; allowed: torch.int32"),
     Bad("expert_map", _set(torch.zeros(0, dtype=torch.int32)), ValueError, "has 0 entries; expected one for every"),
     Bad("expert_map", _set(torch.zeros(2, E, dtype=torch.int32)), ValueError, "expected 1 axes [num_experts]"),
-    Bad("local_expert_offset", _set(2**31), ValueError, "is 2147483648; allowed: an int in 0..2147483647"),
+    Bad("local_expert_offset", _set(2**31), ValueError, "is 2147483648; allowed: an int in 0..1073741821"),
+    Bad("num_experts", _set(2**30 + 1), ValueError, "is 1073741825; allowed: an int in 1..1073741824"),
     Bad("mma_type", _set("fp4xfp4"), ValueError, "='fp4xfp4' is unknown; allowed: fp8xfp4, "),
     Bad("mma_type", _set(None), ValueError, "=None is unknown; allowed: "),
     Bad("act_scale", _set("nv16"), ValueError, "='nv16' is not legal for mma_type='fp8xfp4'; allowed: mx32, block128"),
@@ -303,7 +305,7 @@ TOGETHER = [
         "shared_w2 has shape (1, 256, 128); expected [S, H, I] = (2, 256, 128)",
     ),
     BadSet(
-        TRTLLM, {"num_experts": 2**31 - 1}, ValueError, "num_experts is 2147483647; allowed: an int in 1..2147483645"
+        TRTLLM, {"num_experts": 2**30 - 1}, ValueError, "num_experts is 1073741823; allowed: an int in 1..1073741822"
     ),
     BadSet(
         NV16,
@@ -510,6 +512,43 @@ def test_donated_weights_must_be_distinct() -> None:
     with pytest.raises(TypeError, match="^donate is 1 "):
         megamoe.prepare_weights(**arguments, donate=1)  # type: ignore[arg-type]
     assert megamoe.prepare_weights(**arguments).num_experts == E
+
+
+@pytest.mark.parametrize("changes", [dict(numerics="trtllm_gen"), dict(w13_layout="interleaved")], ids=str)
+def test_donated_weights_may_overlap_where_their_rows_stay(changes: Arguments) -> None:
+    layer = random_layer(DEEP_GEMM, tokens=1, hidden=H, intermediate=I, num_experts=E, top_k=1)
+    arguments = {**vars(layer.weights), "mma_type": "fp8xfp4", **changes}
+    w13 = arguments["w13"][:1].expand(E, -1, -1)
+    before = w13.clone()
+    prepared = megamoe.prepare_weights(**{**arguments, "w13": w13}, donate=True)
+    assert prepared.routed.w13.data_ptr() == w13.data_ptr()
+    assert_bytes_equal(w13, before, "w13")
+
+
+def test_a_recipe_is_named_by_strings() -> None:
+    with pytest.raises(TypeError, match=r"^act_scale is \['mx32'\] \(list\); allowed: None or a string"):
+        megamoe.resolve_recipe("fp8xfp4", ["mx32"])  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"^mma_type is 3 \(int\); allowed: a string"):
+        megamoe.resolve_recipe(3)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"^numerics is True \(bool\)"):
+        megamoe.resolve_recipe("fp8xfp4", numerics=True)  # type: ignore[arg-type]
+
+
+def test_numbers_round_as_tensors_do() -> None:
+    """`round_to_fp32` and `round_to_bf16` without a tensor: ties, subnormals, what overflows, NaN."""
+    generator = torch.Generator().manual_seed(0)
+    exponents = torch.randint(-150, 129, (2000,), generator=generator).double()
+    numbers = (torch.rand(2000, generator=generator, dtype=torch.float64) - 0.5) * torch.exp2(exponents)
+    ties = torch.tensor([1 + 2.0**-8, 1 + 3 * 2.0**-8, 1 + 2.0**-24, 1 + 3 * 2.0**-24, 2.0**-150], dtype=torch.float64)
+    large = torch.tensor(
+        [3.3962e38, 3.3961e38, 3.4028235677973366e38, 3.4028235e38, 1e39, math.inf, math.nan, 0.0]
+    ).double()
+    for number in torch.cat((numbers, ties, -ties, large, -large)).tolist():
+        single = torch.tensor(number, dtype=torch.float64).float()
+        for rounded, expected in ((round_to_fp32(number), single), (round_to_bf16(number), single.bfloat16().float())):
+            got = torch.tensor(rounded, dtype=torch.float64).float()
+            assert torch.equal(got.nan_to_num(nan=7.0), expected.nan_to_num(nan=7.0)), number
+            assert got.isnan() == expected.isnan(), number
 
 
 QUANTIZE = [

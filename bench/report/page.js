@@ -255,7 +255,7 @@ function drawRoofline() {
 const COLUMNS = [
   ["model", (r) => r.model, 1], ["tokens", (r) => r.tokens], ["shared", (r) => r.n_shared], ["routing", (r) => r.routing, 1],
   ["stage", (r) => r.stage, 1], ["backend", (r) => r.backend, 1], ["recipe", recipeOf, 1], ["µs", (r) => r.median_us],
-  ["± %", (r) => (50 * (r.p80_us - r.p20_us)) / r.median_us], ["launches", (r) => r.launches],
+  ["± %", (r) => r.samples < 3 ? null : (50 * (r.p80_us - r.p20_us)) / r.median_us], ["launches", (r) => r.launches],
   ["TFLOP/s", (r) => r.useful_tflops], ["weights GB/s", (r) => r.weight_gbps], ["roofline %", (r) => r.roofline_pct],
   ["rel. error", (r) => r.rel_rms], ["problem", (r) => r.problem, 1],
 ];

@@ -23,7 +23,9 @@ def write_pngs(results: Results, folder: Path) -> list[Path]:
     try:
         matplotlib = import_module("matplotlib")
     except ImportError:
-        raise MissingMatplotlib("the pictures need matplotlib: pip install 'megamoe[bench]'") from None
+        raise MissingMatplotlib(
+            "the pictures need matplotlib: pip install '.[bench]' in a checkout of megamoe"
+        ) from None
     matplotlib.use("Agg")
     pyplot = import_module("matplotlib.pyplot")
     folder.mkdir(parents=True, exist_ok=True)

@@ -16,13 +16,14 @@ class HopperTile:
     """Chunks of tokens that one weight operand meets, pipeline stages, CTAs per SM.
 
     A stage is 256 columns of E2M1 weights, 128 of E4M3. `swapped`: weight rows are the MMA's 64-row operand and tokens
-    its columns; otherwise chunks are 64 token rows each.
+    its columns; otherwise chunks are 64 token rows each. `wide`: a work item of E2M1 weights meets 256 rows at once.
     """
 
     chunks: tuple[int, int, int]
     stages: int
     ctas_per_sm: int
     swapped: bool = True
+    wide: bool = False
 
     @property
     def block_m(self) -> int:
@@ -38,14 +39,14 @@ class HopperTile:
 
     def __str__(self) -> str:
         chunks = "+".join(str(chunk) for chunk in self.chunks if chunk)
-        return f"{chunks}{'' if self.swapped else ' rows'}x{self.stages}"
+        return f"{chunks}{'' if self.swapped else ' rows'}{' wide' if self.wide else ''}x{self.stages}"
 
 
 # Mean rows per expert up to which each tile is the fastest of those measured on an H200.
 _DECODE = HopperTile((16, 0, 0), 5, 2)
 _MIDDLE = HopperTile((32, 0, 0), 4, 2)
 _MANY = HopperTile((64, 32, 16), 3, 1)
-_PREFILL = HopperTile((64, 64, 0), 3, 1)
+_PREFILL = HopperTile((64, 64, 0), 3, 1, wide=True)
 _E4M3_DECODE = HopperTile((16, 0, 0), 5, 2)
 _E4M3_MIDDLE = HopperTile((32, 0, 0), 5, 2)
 _E4M3_PREFILL = HopperTile((64, 64, 0), 4, 1, swapped=False)

@@ -6,6 +6,7 @@ from triton.experimental.gluon import language as gl
 
 from megamoe.codegen.job import CompileJob
 from megamoe.kernels.hopper.config import TILES, HopperTile
+from megamoe.kernels.hopper.e2m1_many import e2m1_many_down_kernel, e2m1_many_gate_up_kernel
 from megamoe.kernels.hopper.e4m3_few import e4m3_few_down_kernel, e4m3_few_gate_up_kernel
 from megamoe.kernels.hopper.e4m3_many import e4m3_many_down_kernel, e4m3_many_gate_up_kernel
 from megamoe.kernels.hopper.expert_gemm import hopper_down_kernel, hopper_gate_up_kernel
@@ -38,11 +39,12 @@ def _descriptor(element: str, box: list[int], layout: gl.NVMMASharedLayout) -> s
 
 def _operands(tile: HopperTile) -> dict[str, str]:
     boxes = [[chunk or tile.chunks[0], 128] for chunk in tile.chunks]
+    names = {"x": boxes[0]} if tile.wide else {f"x{i}": box for i, box in enumerate(boxes)}
     return {
-        **{f"x{i}": _descriptor("fp8e4nv", box, SWIZZLED_128) for i, box in enumerate(boxes)},
-        "codes": _descriptor("u8", [128, 128], SWIZZLED_128),
+        **{name: _descriptor("fp8e4nv", box, SWIZZLED_128) for name, box in names.items()},
+        "codes": _descriptor("u8", [64 if tile.wide else 128, 128], SWIZZLED_128),
         "spans": _descriptor("u8", [16, 32], SWIZZLED_32),
-        "scales": _descriptor("fp32", [2, tile.scale_box], PLAIN_FP32),
+        "scales": _descriptor("fp32", [1 if tile.wide else 2, tile.scale_box], PLAIN_FP32),
         **_TILE_LIST,
         "row_scale": "*fp32",
     }
@@ -69,12 +71,15 @@ def _gate_up(tile: HopperTile, per_token: bool) -> CompileJob:
     signature = {**_operands(tile), "token_scale": "*fp32", **_GATE_UP}
     consts = {**constexprs(tile), "PER_TOKEN": per_token, "ACTIVATION": "swiglu", "HAS_CLAMP": True}
     recipe = f"fp8xfp4/{'token' if per_token else 'block128'}/deep_gemm_sm90"
-    return _job("gate_up", recipe, tile, hopper_gate_up_kernel, signature, consts)
+    return _job(
+        "gate_up", recipe, tile, e2m1_many_gate_up_kernel if tile.wide else hopper_gate_up_kernel, signature, consts
+    )
 
 
 def _down(tile: HopperTile) -> CompileJob:
     signature = {**_operands(tile), "row_slots": "*i32", "out": "*i32"}
-    return _job("down", "fp8xfp4/block128/deep_gemm_sm90", tile, hopper_down_kernel, signature, dict(constexprs(tile)))
+    kernel = e2m1_many_down_kernel if tile.wide else hopper_down_kernel
+    return _job("down", "fp8xfp4/block128/deep_gemm_sm90", tile, kernel, signature, dict(constexprs(tile)))
 
 
 def _e4m3_operands(tile: HopperTile, groups: int) -> dict[str, str]:

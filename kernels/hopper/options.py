@@ -8,6 +8,8 @@ from megamoe.kernels.hopper.config import HopperTile
 def constexprs(tile: HopperTile) -> dict[str, int]:
     """Of the kernels of E2M1 weights. Registers per thread: 12 warps share what the CTA gets, the producer needs
     few."""
+    if tile.wide:
+        return _pipeline(tile)
     n0, n1, n2 = tile.chunks
     return {"N0": n0, "N1": n1, "N2": n2, **_pipeline(tile)}
 

@@ -79,6 +79,13 @@ class Backend(Protocol):
         """Set up a layer for a request it supports: weights in its own form, workspace allocated."""
 
 
+def write_output(output: torch.Tensor, value: torch.Tensor) -> None:
+    """Copy `value` into `output`, which may have been made in inference mode: torch writes such a tensor only there,
+    kernels write it anywhere."""
+    with torch.inference_mode():
+        output.copy_(value)
+
+
 def layer_unsupported_reason(request: LayerRequest) -> str | None:
     """What no backend serves yet."""
     spec = request.spec

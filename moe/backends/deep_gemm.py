@@ -9,8 +9,8 @@ from types import ModuleType
 
 import torch
 
-from megamoe.backends.base import LayerRequest, layer_unsupported_reason
-from megamoe.backends.upstream import UpstreamLayer, refuse_options
+from megamoe.backends.base import LayerRequest, layer_unsupported_reason, write_output
+from megamoe.backends.upstream import UpstreamLayer, ranks_unsupported_reason, refuse_options, refuse_strides
 from megamoe.oracle.deep_gemm import sm90_fused, sm100_fused
 from megamoe.parameters import LayerParameters
 from megamoe.plain_weights import PlainWeights
@@ -29,11 +29,12 @@ class DeepGemmBackend:
             return f"device type {request.device.type!r}; served: cuda"
         if not spec.recipe.numerics.startswith("deep_gemm"):
             return f"recipe {spec.recipe} is not DeepGEMM's"
-        if spec.num_local_experts != spec.num_experts:
-            return "experts of other ranks: upstream's adapter runs on one rank"
         adapter = _adapter(spec)
         return (
-            layer_unsupported_reason(request) or adapter.unsupported_reason() or adapter.layer_unsupported_reason(spec)
+            layer_unsupported_reason(request)
+            or ranks_unsupported_reason(spec)
+            or adapter.unsupported_reason()
+            or adapter.layer_unsupported_reason(spec)
         )
 
     def open(
@@ -42,6 +43,7 @@ class DeepGemmBackend:
         if isinstance(weights, PlainWeights):
             weights = prepare(weights, request.spec.recipe)
         refuse_options(self.name, weights, parameters, _GLOBAL_SCALES if request.spec.traits.token_scale else ())
+        refuse_strides(self.name, weights)
         return DeepGemmLayer(request, weights, parameters)
 
 
@@ -69,9 +71,8 @@ class DeepGemmLayer(UpstreamLayer):
         topk_weights: torch.Tensor,
         output: torch.Tensor,
     ) -> None:
-        weights = self._weigh(topk_ids, topk_weights)
         # Upstream's kernels want dense rows, int32 ids and an output of their own.
-        output.copy_(self._fused(hidden_states.contiguous(), topk_ids.int(), weights))
+        write_output(output, self._fused(hidden_states.contiguous(), *self._routing(topk_ids, topk_weights)))
 
 
 def _adapter(spec: LayerSpec) -> ModuleType:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from megamoe.backends.base import LayerRequest, layer_unsupported_reason, named_tensors
-from megamoe.backends.upstream import UpstreamLayer, refuse_options
+from megamoe.backends.base import LayerRequest, layer_unsupported_reason, named_tensors, write_output
+from megamoe.backends.upstream import UpstreamLayer, ranks_unsupported_reason, refuse_options
 from megamoe.oracle.reference import Quantized
 from megamoe.oracle.trtllm_gen import routed_moe
 from megamoe.oracle.trtllm_gen.guards import kernel_unsupported_reason
@@ -21,10 +21,9 @@ class FlashInferBackend:
         spec = request.spec
         if request.device.type != "cuda":
             return f"device type {request.device.type!r}; served: cuda"
-        if spec.num_local_experts != spec.num_experts:
-            return "experts of other ranks: this adapter runs on one rank"
         return (
             layer_unsupported_reason(request)
+            or ranks_unsupported_reason(spec)
             or kernel_unsupported_reason()
             or routed_moe.layer_unsupported_reason(spec)
         )
@@ -62,13 +61,13 @@ class FlashInferLayer(UpstreamLayer):
     ) -> None:
         from megamoe.kernels.pre_dispatch import quantize
 
-        weights = self._weigh(topk_ids, topk_weights)
+        ids, weights = self._routing(topk_ids, topk_weights)
         tokens, hidden = hidden_states.shape
         q = torch.empty(tokens, hidden, dtype=torch.float8_e4m3fn, device=hidden_states.device)
         sf = torch.empty(tokens, hidden // 32, dtype=torch.uint8, device=hidden_states.device)
         quantize(hidden_states, q=q, sf=sf, kind="mxfp8_trtllm")  # our own: FlashInfer's quantizer pads and swizzles
-        call = routed_moe.call_arguments(Quantized(q, sf, None), topk_ids, weights)
-        output.copy_(routed_moe.run(self._arguments | call))
+        call = routed_moe.call_arguments(Quantized(q, sf, None), ids, weights)
+        write_output(output, routed_moe.run(self._arguments | call))
 
 
 BACKEND = FlashInferBackend()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from megamoe import debug
-from megamoe.backends.base import LayerRequest, layer_unsupported_reason, named_tensors
+from megamoe.backends.base import LayerRequest, layer_unsupported_reason, named_tensors, write_output
 from megamoe.debug import Routing, Stage, quantized_stage, row_stages
 from megamoe.oracle.reference import LayerTrace, moe_layer
 from megamoe.parameters import LayerParameters
@@ -65,7 +65,7 @@ class ReferenceLayer:
             parameters=self._parameters,
             full_trace=debug.enabled(),  # large
         )
-        output.copy_(self._trace.y)
+        write_output(output, self._trace.y)
 
     def stages(self, routing: Routing) -> list[Stage]:
         if self._trace is None:

@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from megamoe.file_errors import why_unreadable
+
 INDEX = "model.safetensors.index.json"
 CONFIG = "config.json"
 _SHOWN = 12  # names in a message
@@ -29,7 +31,10 @@ class Checkpoint:
     def __init__(self, folder: Path | str) -> None:
         self.folder = Path(folder)
         if not self.folder.is_dir():
-            raise CheckpointError(f"{folder} is no folder; expected one with *.safetensors files and {CONFIG}")
+            raise CheckpointError(
+                f"{folder} is no folder here; expected a local one with *.safetensors files and {CONFIG}. Names of models "
+                "are not looked up: download it first, e.g. `hf download NAME --local-dir FOLDER`"
+            )
         self._library = _safetensors()
         self._open: dict[str, Any] = {}
         self._files = self._find()
@@ -97,7 +102,7 @@ class Checkpoint:
             try:
                 self._open[file] = self._library.safe_open(str(path), framework="pt", device="cpu")
             except Exception as error:  # the library's own type, which has no common base with others
-                raise CheckpointError(f"{path} cannot be read: {error}") from error
+                raise CheckpointError(f"{path} cannot be read: {why_unreadable(path, error)}") from error
         return self._open[file]
 
     @staticmethod
@@ -105,7 +110,9 @@ class Checkpoint:
         try:
             value = json.loads(path.read_text())
         except (OSError, ValueError) as error:
-            raise CheckpointError(f"{path} cannot be read: {error}") from error
+            reason = why_unreadable(path, error)
+            what = f"is not JSON ({reason})" if isinstance(error, json.JSONDecodeError) else f"cannot be read: {reason}"
+            raise CheckpointError(f"{path} {what}") from error
         if not isinstance(value, dict):
             raise CheckpointError(f"{path} holds a {type(value).__name__}; expected an object")
         return value

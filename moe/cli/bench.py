@@ -19,6 +19,7 @@ from rich.table import Table
 import megamoe
 from megamoe.cli.console import open_console
 from megamoe.cli.device import describe, open_device
+from megamoe.cli.output import prepare_output
 
 if TYPE_CHECKING:  # they load triton, which `open_device` must do first
     from megamoe.bench.records import Record, Results
@@ -26,6 +27,10 @@ if TYPE_CHECKING:  # they load triton, which `open_device` must do first
     from megamoe.bench.suite import Skipped
 
 _ALL = "all"
+_LEGEND = (
+    "±: half of p20 … p80; GB/s: of touched weights; roof: share of the measured roofline; stage `layer` starts with a "
+    "routing plan that is given, `layer_with_plan` makes it, as a call of MegaMoE does"
+)
 
 
 @dataclass
@@ -65,9 +70,14 @@ def bench(
     """Measure MoE layers: time, TFLOP/s, GB/s, share of the measured roofline and ratio to every other contender.
 
     What is unknown, cannot run here or fails is one line each; the other rows go on. Exits with status 1 when a name
-    was unknown, a row failed or was wrong, or nothing was measured. `docs/bench.md` describes the method.
+    was unknown, a row failed or was wrong, or nothing was measured; with 2, before anything runs, when unknown names
+    leave nothing to measure or a file cannot be written. `docs/bench.md` describes the method.
     """
     started = time.monotonic()
+    if append and json_path is None:
+        raise click.UsageError("--append keeps the rows of a file: it needs --json FILE")
+    prepare_output("--json", json_path)
+    prepare_output("--html", html_path)
     console = open_console()
     device, triton_reason = open_device()
     from megamoe.bench.environment import describe_run
@@ -85,12 +95,15 @@ def bench(
     )  # fmt: skip
     outcome = _Outcome()
     plan = _plan(asked, file, device, outcome)
+    unknown = list(outcome.problems)
+    if not plan.has_rows:
+        raise click.UsageError("; ".join(["nothing is left to measure", *unknown]))
     console.print(f"megamoe {megamoe.__version__} on {describe(device)}")
-    for problem in [*outcome.problems, *([triton_reason] if triton_reason else [])]:
+    for problem in [*unknown, *([triton_reason] if triton_reason else [])]:
         console.print(problem, style="red", markup=False)
     kept = _kept(json_path if append else None)
     roofline = None
-    if device.type == "cuda" and all((plan.shapes, plan.tokens, plan.backends, plan.stages, plan.routings)):
+    if device.type == "cuda":
         with console.status("measuring the roofline"):
             roofline = measure_roofline(Windows(0.2 if quick else 0.5, 3))
         fp8 = "" if roofline.fp8_tflops is None else f", FP8 {roofline.fp8_tflops:,.0f} TFLOP/s"
@@ -109,6 +122,8 @@ def bench(
         # NumPy notices that exp(-gate) overflows in a sigmoid of 0; a GPU does not.
         warnings.filterwarnings("ignore", "overflow encountered in exp|divide by zero encountered", RuntimeWarning)
         _measure(plan, settings, roofline, console, outcome, Results(meta, kept.records if kept else []), json_path)
+    if outcome.records:
+        console.print(_LEGEND, style="dim", markup=False)
     _print_skipped(console, outcome.skipped)
     wrong = [record for record in outcome.records if record.problem is not None]
     for record in wrong:
@@ -122,6 +137,8 @@ def bench(
         write_html(_merged(Results(meta, kept.records if kept else []), outcome.records), html_path)
         console.print(f"report: {html_path}", markup=False)
     console.print(f"{len(outcome.records)} rows in {time.monotonic() - started:.0f} s")
+    for problem in unknown:  # again: tables have scrolled the first away
+        console.print(problem, style="red", markup=False)
     if outcome.problems or wrong or not outcome.records or any(skip.failed for skip in outcome.skipped):
         raise SystemExit(1)
 
@@ -232,7 +249,7 @@ def _measure(
 
 
 def _table(point: Point, records: list[Record]) -> Table:
-    """One point, best first within a stage. ±: half of p20 … p80; GB/s: of touched weights; roof: share of it."""
+    """One point, best first within a stage; `_LEGEND` explains the columns."""
     table = Table(title=str(point), title_justify="left", box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
     for name in ("stage", "backend", "recipe"):
         table.add_column(name, no_wrap=True)
@@ -247,7 +264,7 @@ def _table(point: Point, records: list[Record]) -> Table:
                 row.backend,
                 row.label,
                 _number(row.median_us),
-                f"{50 * (row.p80_us - row.p20_us) / row.median_us:.1f} %",
+                f"{50 * (row.p80_us - row.p20_us) / row.median_us:.1f} %" if row.has_spread else "–",
                 str(row.launches),
                 "-" if row.useful_tflops is None else f"{row.useful_tflops:,.3g}",
                 "-" if row.weight_gbps is None else f"{row.weight_gbps:,.0f}",

@@ -13,6 +13,7 @@ from rich.table import Table
 
 import megamoe
 from megamoe.cli.console import open_console
+from megamoe.cli.output import prepare_output
 from megamoe.codegen.job import ARCHS
 from megamoe.codegen.pool import Entry, Pool, Result, WorkerDied
 
@@ -32,6 +33,7 @@ def codegen(archs: tuple[str, ...], kernel: str | None, recipe: str | None, path
     """Compile the default launches of every kernel without a GPU: MMA kind, memory, registers, stack and
     spills. Exits with status 1 when one does not compile or breaks its contract."""
     console = open_console()
+    prepare_output("--json", path)
     with Pool() as pool:
         try:
             entries = [entry for arch in archs or ARCHS for entry in pool.list_jobs(int(arch))]
@@ -39,9 +41,7 @@ def codegen(archs: tuple[str, ...], kernel: str | None, recipe: str | None, path
             raise click.ClickException(f"the kernels' compile jobs cannot be listed: {death}") from None
         chosen = [entry for entry in entries if _selected(entry, kernel, recipe)]
         if not chosen:
-            kernels = ", ".join(sorted({entry.kernel for entry in entries}))
-            recipes = ", ".join(sorted({entry.recipe for entry in entries}))
-            raise click.UsageError(f"no job matches; kernels: {kernels}; recipes: {recipes}")
+            raise click.UsageError(_no_match(entries, kernel, recipe))
         console.print(f"megamoe {megamoe.__version__}, " + ", ".join(f"{k} {v}" for k, v in pool.versions.items()))
         results = _compile(pool, chosen, console)
         versions = {"megamoe": megamoe.__version__, **pool.versions}
@@ -60,6 +60,19 @@ def codegen(archs: tuple[str, ...], kernel: str | None, recipe: str | None, path
 
 def _selected(entry: Entry, kernel: str | None, recipe: str | None) -> bool:
     return kernel in (None, entry.kernel) and recipe in (None, entry.recipe, entry.recipe.split("/")[0])
+
+
+def _no_match(entries: list[Entry], kernel: str | None, recipe: str | None) -> str:
+    """What is allowed of the option that failed; of both, where each alone would have matched."""
+    if kernel is not None and not any(_selected(entry, kernel, None) for entry in entries):
+        return f"--kernel {kernel!r} is unknown; allowed: {', '.join(sorted({entry.kernel for entry in entries}))}"
+    rest = [entry for entry in entries if _selected(entry, kernel, None)]
+    names = sorted({entry.recipe for entry in rest})
+    recipes = [name for name in names if "/" in name]
+    kinds = [name for name in names if "/" not in name]
+    of = "" if kernel is None else f" of --kernel {kernel}"
+    lists = [f"{what}{of}: {', '.join(found)}" for what, found in (("recipes", recipes), ("kinds", kinds)) if found]
+    return f"--recipe {recipe!r} matches no job; {'; '.join(lists)}"
 
 
 def _compile(pool: Pool, entries: list[Entry], console: Console) -> list[Result]:

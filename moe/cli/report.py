@@ -7,6 +7,7 @@ from pathlib import Path
 import click
 
 from megamoe.cli.console import open_console
+from megamoe.cli.output import prepare_output
 
 
 @click.command()
@@ -23,6 +24,7 @@ def report(results: Path, html: Path | None, png: Path | None, tables: tuple[str
     from megamoe.bench.records import load
 
     console = open_console()
+    prepare_output("--html", html)
     try:
         loaded = load(results)
     except ValueError as error:

@@ -22,6 +22,8 @@ What differs, on purpose:
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, NoReturn
+
 from megamoe.deep_gemm import testing, utils
 from megamoe.deep_gemm.block_m import get_block_m_for_mega_moe
 from megamoe.deep_gemm.buffers import (
@@ -85,3 +87,15 @@ __all__ = [
     "unpatch",
     "utils",
 ]
+
+
+if not TYPE_CHECKING:  # a checker would take every name for one that is here
+
+    def __getattr__(name: str) -> NoReturn:
+        """For upstream's names that are not here: where they are."""
+        if name.startswith("__"):  # Python's own questions
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        raise AttributeError(
+            f"megamoe.deep_gemm has no {name!r}: it is the MegaMoE part of DeepGEMM {__version__}. Where deep_gemm is "
+            "installed, megamoe.deep_gemm.patch() puts that part into it and leaves all others to it"
+        )

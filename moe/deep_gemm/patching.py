@@ -59,12 +59,13 @@ def patch(module: ModuleType | None = None, names: Sequence[str] | None = None) 
 
     `names`: some of `PATCHED_NAMES`; None: all. Its GEMMs and attention kernels are left alone. Code that took a name
     with `from deep_gemm import …` before keeps upstream's. A second call changes nothing. Raises `UnsupportedError` for
-    another version than 0.1.7, `ImportError` where none is installed, `ValueError` for unknown names.
+    another version than 0.1.7, `ImportError` where none is installed (`stand_in` is for that), `ValueError` for unknown
+    names.
     """
     unknown = sorted(set(names or ()) - set(PATCHED_NAMES))
     if unknown:
         raise ValueError(f"names has {unknown[0]!r}; allowed: {', '.join(PATCHED_NAMES)}")
-    target = importlib.import_module("deep_gemm") if module is None else module
+    target = _installed() if module is None else module
     if target is sys.modules[_PACKAGE]:
         return
     reason = version_unsupported_reason(target)
@@ -101,6 +102,19 @@ def stand_in() -> bool:
     for name in _SUBMODULES:
         sys.modules[f"deep_gemm.{name}"] = importlib.import_module(f"{_PACKAGE}.{name}")
     return True
+
+
+def _installed() -> ModuleType:
+    try:
+        return importlib.import_module("deep_gemm")
+    except ModuleNotFoundError as error:
+        if error.name != "deep_gemm":  # one that is installed, but lacks something
+            raise
+        raise ImportError(
+            "patch() found no deep_gemm to patch: none is installed. megamoe.deep_gemm.stand_in() makes "
+            "`import deep_gemm` find this package instead, which has MegaMoE alone",
+            name="deep_gemm",
+        ) from None
 
 
 def _mx_scales_or(original: Callable[..., Any], ours: Callable[..., Any]) -> Callable[..., Any]:

@@ -36,12 +36,15 @@ _logger = logging.getLogger("megamoe")
 
 
 def register() -> bool:
-    """Serve vLLM's MegaMoE calls where MEGAMOE_BACKEND=triton asks for it; whether it did. May be called again.
+    """Serve vLLM's MegaMoE calls where MEGAMOE_BACKEND=triton asks for it; whether it did. May be called again. Another
+    value is logged as a warning.
 
     Raises `ImportError` without vLLM and `UnsupportedError` for a vLLM without the function this replaces.
     """
-    if os.environ.get(ENVIRONMENT_VARIABLE) != OPT_IN:
-        _logger.debug("vLLM plugin: %s is not %r, nothing is replaced", ENVIRONMENT_VARIABLE, OPT_IN)
+    asked = os.environ.get(ENVIRONMENT_VARIABLE, "")
+    if asked != OPT_IN:
+        text = "vLLM plugin: %s=%s leaves vLLM's MegaMoE as it is; the plugin serves %s alone"
+        _logger.log(logging.WARNING if asked else logging.DEBUG, text, ENVIRONMENT_VARIABLE, asked, OPT_IN)
         return False
     wrappers = importlib.import_module("vllm.utils.deep_gemm")
     resolve = getattr(wrappers, RESOLVER, None)

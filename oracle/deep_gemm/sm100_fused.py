@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import torch
 
+from megamoe.formats import round_to_fp32
 from megamoe.kernels.layouts.buffers import SM100_VIEWS, align_tokens, sm100_unsupported_reason
 from megamoe.kernels.layouts.scale_atoms import ATOM_ROWS
 from megamoe.oracle.deep_gemm import package
 from megamoe.oracle.deep_gemm.device_code import find_nvcc
 from megamoe.oracle.downloads import OracleUnavailable
-from megamoe.spec import LayerSpec
+from megamoe.spec import ACTIVATION_DEFAULTS, LayerSpec
 from megamoe.weights import ExpertMatrices, MoEWeights
 
 NUMERICS = "deep_gemm_sm100"
@@ -42,6 +43,10 @@ def layer_unsupported_reason(spec: LayerSpec) -> str | None:
     allowed = activations.get(mma_type, ("swiglu", "swigluoai"))
     if spec.activation not in allowed:
         return f"activation={spec.activation!r}; {mma_type} has {', '.join(allowed)}"
+    built_in = ACTIVATION_DEFAULTS[spec.activation]
+    for name, value, own in zip(("alpha", "beta"), (spec.alpha, spec.beta), built_in):
+        if round_to_fp32(value) != round_to_fp32(own):
+            return f"activation_{name}={value:g}; {spec.activation} has {own:g} built in"
     if spec.activation == "situ" and spec.activation_clamp is not None:
         return f"activation_clamp={spec.activation_clamp}; situ has none"
     if spec.num_shared_experts and spec.shared_weight != spec.traits.act:

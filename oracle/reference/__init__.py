@@ -8,7 +8,7 @@ CPU and CUDA.
 from megamoe.oracle.reference.activation import activate
 from megamoe.oracle.reference.experts import Expert, dense_shared_expert, shared_tensors, slot_expert
 from megamoe.oracle.reference.gemm import Matrix, gemm
-from megamoe.oracle.reference.ids import INVALID_ID, local_ids, slot_weights
+from megamoe.oracle.reference.ids import INVALID_ID, known_ids, local_ids, slot_weights
 from megamoe.oracle.reference.layer import (
     LayerTrace,
     Stages,
@@ -59,6 +59,7 @@ __all__ = [
     "expand_scales",
     "gemm",
     "kind_of",
+    "known_ids",
     "local_ids",
     "matmul_fp8_wgmma",
     "matmul_fp32",

@@ -29,8 +29,8 @@ def activate(
     (up + beta). situ: (alpha · tanh(gate/alpha) · sigmoid(gate)) · (beta · tanh(up/beta)).
 
     clamp c limits gate to (−∞, c] and up to [−c, c] first; None and +inf: no clamp. deep_gemm_sm100 rounds gate, up
-    and c to BF16 before it, the others stay in fp32. A clamp replaces NaN, gate by +c and up by −c (SM100) or +c, as
-    the comparisons of upstream's kernels do.
+    and c to BF16 before it, c perhaps to infinity; the others stay in fp32. A clamp replaces NaN, gate by +c and up by
+    −c (SM100) or +c, as the comparisons of upstream's kernels do.
 
     gate_scale (trtllm_gen): what the clamped gate is multiplied by to be in natural units; up keeps its own, and so do
     clamp and beta.
@@ -59,9 +59,10 @@ def activate(
 
 
 def _clamp(gate: torch.Tensor, up: torch.Tensor, c: torch.Tensor, numerics: str) -> tuple[torch.Tensor, torch.Tensor]:
+    if numerics == "deep_gemm_sm100":
+        c = c.bfloat16().float()  # may round to infinity
     limited = c != math.inf  # else NaN stays, which the comparisons would replace
     if numerics == "deep_gemm_sm100":
-        c = c.bfloat16().float()
         low = torch.where(up >= -c, up, -c)
     else:
         low = torch.where(up < -c, -c, up)

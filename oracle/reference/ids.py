@@ -46,6 +46,14 @@ def local_ids(
     return torch.where(is_routed, routed, torch.where(is_shared, shared, others))
 
 
+def known_ids(topk_ids: torch.Tensor, num_experts: int) -> torch.Tensor:
+    """int32 [T, K], as upstream's kernels take ids: −1 for whatever is no expert of [0, num_experts).
+
+    Before the cast: an int64 id of 2^32 would become expert 0, and what is beyond makes DeepGEMM write out of bounds.
+    """
+    return torch.where((topk_ids >= 0) & (topk_ids < num_experts), topk_ids, NOT_HERE).int()
+
+
 def slot_weights(
     topk_ids: torch.Tensor,
     topk_weights: torch.Tensor,

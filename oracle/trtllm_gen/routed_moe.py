@@ -8,7 +8,7 @@ import torch
 
 from megamoe.kernels.layouts.trtllm import shuffle_rows, shuffle_w13, swizzle_scales
 from megamoe.oracle.downloads import OracleUnavailable
-from megamoe.oracle.reference import Quantized
+from megamoe.oracle.reference import Quantized, known_ids
 from megamoe.oracle.trtllm_gen.guards import kernel_unsupported_reason
 from megamoe.plain_weights import PlainWeights
 from megamoe.recipe import Recipe
@@ -25,6 +25,8 @@ def layer_unsupported_reason(spec: LayerSpec) -> str | None:
         return f"recipe {spec.recipe}; this adapter serves {RECIPE}"
     if spec.activation != "swiglu" or spec.num_shared_experts:
         return "this adapter serves swiglu without shared slots"
+    if spec.top_k > spec.num_experts:
+        return f"top_k={spec.top_k}; allowed: at most num_experts = {spec.num_experts}"
     if spec.hidden % _MULTIPLES or spec.intermediate % _MULTIPLES:
         return f"hidden={spec.hidden}, intermediate={spec.intermediate}; both must be multiples of {_MULTIPLES}"
     return None
@@ -34,17 +36,18 @@ def arguments(
     spec: LayerSpec, weights: PlainWeights, x: Quantized, topk_ids: torch.Tensor, topk_weights: torch.Tensor
 ) -> dict[str, Any]:
     """The keyword arguments of `flashinfer.fused_moe.trtllm_fp4_block_scale_routed_moe`, on any device."""
-    return layer_arguments(spec, weights) | call_arguments(x, topk_ids, topk_weights)
+    ids = known_ids(topk_ids, spec.num_experts)
+    return layer_arguments(spec, weights) | call_arguments(x, ids, topk_weights)
 
 
 def call_arguments(x: Quantized, topk_ids: torch.Tensor, topk_weights: torch.Tensor) -> dict[str, Any]:
-    """Those of one call: x quantized by the caller, its scales row-major; ids int32 and fp32 weights [T, K], which the
-    op applies in the combine as they are. T is at least 1: the op divides by it."""
+    """Those of one call: x quantized by the caller, its scales row-major; int32 ids, −1 or an expert's, and fp32
+    weights [T, K], which the op applies in the combine as they are. T is at least 1: the op divides by it."""
     if not len(topk_ids):
         raise ValueError("topk_ids has no rows; trtllm-gen needs at least one token")
     assert x.sf is not None
     return dict(
-        topk_ids=(topk_ids.int(), topk_weights),
+        topk_ids=(topk_ids, topk_weights),
         hidden_states=x.q,
         hidden_states_scale=x.sf.view(torch.float8_e4m3fn),  # the label it takes for UE8M0 bytes
     )
