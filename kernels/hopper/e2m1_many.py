@@ -8,8 +8,8 @@ that nothing waits in shared memory.
 
 Each of the two warpgroups has 64 of the first 128 rows and 64 of the second: four sums of 64 × 64. A stage of 256
 columns is four operands (two K blocks × two row blocks), two products each. Products are promoted to fp32 with the
-tokens' scales per 128 columns, two of them in flight: as one is promoted, its successor is issued. PER_TOKEN activations
-have one scale, applied at the end, and no promotion.
+tokens' scales per 128 columns, two of them in flight: as one is promoted, its successor is issued. PER_TOKEN
+activations have one scale, applied at the end, and no promotion.
 
 Why it cannot deadlock: as `expert_gemm`.
 """
@@ -115,7 +115,8 @@ def _multiply_per_block(
 
     A turn is one operand: a K block (turn // 2) of a row block (turn % 2). Its products are promoted in the next turn,
     behind the decoding of that one's operand, and a stage is free once its last products are. One turn per iteration:
-    the products of an unrolled body would get registers of their own, and spill.
+    the products of an unrolled body would get registers of their own, and spill. Loops of one turn or none choose the
+    sum: of a branch, Triton 3.9 makes selections between both sums, which spill too.
     """
     acc00 = gl.zeros([64, N], gl.float32, _C)
     acc01 = gl.zeros([64, N], gl.float32, _C)
@@ -132,7 +133,7 @@ def _multiply_per_block(
     for turn in range(1, STEPS * 4):
         before = (it + (turn - 1) // 4) % STAGES
         scale = scale_s.index(before * 2 + (turn - 1) // 2 % 2).reshape([128])
-        was_first = turn % 2 == 1
+        first = turn % 2  # whether the products in flight are the first row block's
         step = it + turn // 4
         stage = step % STAGES
         half = turn // 2 % 2
@@ -142,17 +143,17 @@ def _multiply_per_block(
         a = decode_block(code_s.index(stage * 4 + sub * 2 + half).slice(32 * WG, 32), distances, _A)
         p = warpgroup_mma_wait(1 if TWO else 0, deps=[p])
         s = scale.slice(0, N).load(gl.SliceLayout(0, _C)).expand_dims(0)
-        if was_first:
+        for _ in range(first):
             acc00 += p * s
-        else:
+        for _ in range(1 - first):
             acc10 += p * s
         p = warpgroup_mma(a, x_s.index(stage * 4 + half * 2).permute((1, 0)), zero, use_acc=False, is_async=True)
         if TWO:
             q = warpgroup_mma_wait(1, deps=[q])
             s = scale.slice(N, N).load(gl.SliceLayout(0, _C)).expand_dims(0)
-            if was_first:
+            for _ in range(first):
                 acc01 += q * s
-            else:
+            for _ in range(1 - first):
                 acc11 += q * s
             q = warpgroup_mma(
                 a, x_s.index(stage * 4 + half * 2 + 1).permute((1, 0)), zero, use_acc=False, is_async=True

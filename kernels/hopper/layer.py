@@ -13,8 +13,8 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from megamoe import profile
 from megamoe.kernels.combine import combine
 from megamoe.kernels.hopper.config import ROW_ALIGN, HopperTile, choose_tile, smallest_block_m
-from megamoe.kernels.hopper.e4m3 import E4m3Matrix, e4m3_down, e4m3_gate_up
 from megamoe.kernels.hopper.e2m1_many import e2m1_many_down_kernel, e2m1_many_gate_up_kernel
+from megamoe.kernels.hopper.e4m3 import E4m3Matrix, e4m3_down, e4m3_gate_up
 from megamoe.kernels.hopper.expert_gemm import hopper_down_kernel, hopper_gate_up_kernel
 from megamoe.kernels.hopper.layouts import PLAIN_FP32, SWIZZLED_32, SWIZZLED_128
 from megamoe.kernels.hopper.options import constexprs, launch_options
