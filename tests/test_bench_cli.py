@@ -68,7 +68,32 @@ def test_what_is_unknown_does_not_stop_the_rest(tmp_path: Path) -> None:
     ):
         assert line in flat
     assert "Traceback" not in result.output
+    last = result.output.rpartition(" rows in ")[2]
+    assert "backend 'cutlass' is unknown" in last, "said again where the reader still sees it"
     assert [row["routing"] for row in json.loads((tmp_path / "r.json").read_text())["records"]] == ["zipf"]
+
+
+@pytest.mark.parametrize(
+    "arguments", [("--model", "llama"), ("--backend", "cutlass"), ("--recipe", "int4"), ("--tokens", "none")]
+)
+def test_unknown_names_that_leave_nothing_stop_the_run(arguments: tuple[str, str]) -> None:
+    result = _bench(*arguments)
+    assert result.exit_code == 2
+    assert f"nothing is left to measure; {arguments[0][2:]} {arguments[1]!r}" in " ".join(result.output.split())
+    assert "rows in" not in result.output
+
+
+def test_files_are_refused_before_anything_runs(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    for arguments, words in (
+        (("--append",), "--append keeps the rows of a file: it needs --json FILE"),
+        (("--json", str(tmp_path / "file" / "r.json")), "--json: the folder "),
+        (("--html", str(tmp_path / "file" / "r.html")), "--html: the folder "),
+    ):
+        result = _bench(*FAST, *arguments)
+        assert result.exit_code == 2
+        assert words in " ".join(result.output.split())
+        assert "megamoe 0" not in result.output
 
 
 def test_nothing_that_can_run_is_a_failure() -> None:
@@ -124,6 +149,7 @@ def test_the_budget_ends_a_run(tmp_path: Path) -> None:
         *FAST, "--backend", "reference", "--tokens", "1", "--budget", "1e9", "--json", str(tmp_path / "r.json")
     )
     assert result.exit_code == 0, result.output
+    assert "stage `layer` starts with a routing plan that is given" in " ".join(result.output.split())
     over = suite.Settings(torch.device("cpu"), deadline=0.0)
     plan = Plan((ModelShape("a", 128, 128, 4, 2),), (1, 2), (), ("reference",), ("layer",))
     outcomes = list(suite.run(plan, over, None, lambda text: None))
@@ -179,10 +205,27 @@ def test_every_stage_runs_on_its_own(device: str) -> None:
     assert torch.equal(combined, whole)
 
 
+@pytest.mark.parametrize("name", ("layer_h200.json", "hopper_h200.json", "differential_h200.json"))
+def test_report_of_another_kind_of_result(name: str) -> None:
+    result = CliRunner().invoke(cli.main, ["report", str(Path(__file__).parent.parent / "bench" / "results" / name)])
+    assert result.exit_code == 2
+    assert f"{name}: not a bench result: " in "".join(result.output.split("\n"))
+
+
 def test_report_of_what_is_no_result_file(tmp_path: Path) -> None:
     (tmp_path / "x.json").write_text("{}")
-    for arguments in ((str(tmp_path / "x.json"),), (str(tmp_path / "no.json"),)):
-        result = CliRunner().invoke(cli.main, ["report", *arguments])
+    (tmp_path / "text.json").write_text("rows")
+    (tmp_path / "pointer.json").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\n")
+    for name, words in (
+        ("x.json", "not a bench result: it has nothing"),
+        ("no.json", "no.json: no such file"),
+        ("text.json", "not a bench result: not JSON (Expecting value"),
+        ("pointer.json", "not a bench result: not JSON (a Git LFS pointer, not the file itself: run `git lfs pull`"),
+        (".", ": a folder, not a file"),
+    ):
+        result = CliRunner().invoke(cli.main, ["report", str(tmp_path / name)])
         assert result.exit_code == 2
         assert "Error: " in result.output
+        assert words in " ".join(result.output.split())
+        assert "Errno" not in result.output
         assert "Traceback" not in result.output

@@ -1,7 +1,10 @@
 """Result files: ratios, round trip, and what `megamoe compare` makes of two of them."""
 
+import re
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import pytest
 from click.testing import CliRunner
@@ -9,6 +12,8 @@ from click.testing import CliRunner
 from megamoe import cli
 from megamoe.bench.compare import compare_results
 from megamoe.bench.records import Record, Results, load, save, with_ratios
+from megamoe.bench.registry import Point
+from megamoe.bench.shapes import MODELS
 
 RECORD = Record(
     model="m", tokens=64, mma_type="fp8xfp4", act_scale="mx32", numerics="deep_gemm_sm100", backend="triton",
@@ -52,11 +57,27 @@ def test_round_trip(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["", "[]", '{"meta": {}}', '{"meta": {}, "records": [{"model": "m"}]}', '{"meta": {}, "records": [3]}']
-)
+    "text",
+    [
+        "", "[]", '{"meta": {}}', '{"meta": {}, "records": [{"model": "m"}]}', '{"meta": {}, "records": [3]}',
+        '{"meta": {"roofline": 3}, "records": []}', '{"records": [], "meta": null}',
+    ],
+)  # fmt: skip
 def test_another_file_is_named(tmp_path: Path, text: str) -> None:
     (tmp_path / "a.json").write_text(text)
-    with pytest.raises(ValueError, match=r"a\.json"):
+    with pytest.raises(ValueError, match=r"a\.json: not a bench result: .*; expected \{\"meta\""):
+        load(tmp_path / "a.json")
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("median_us", "fast"), ("median_us", 0.0), ("samples", 1.5), ("ratio_to", []), ("tokens", True), ("model", None)],
+)
+def test_a_record_of_other_types_is_no_result(tmp_path: Path, field: str, value: Any) -> None:
+    save(Results(META, [replace(RECORD, **{field: value})]), tmp_path / "a.json")
+    with pytest.raises(
+        ValueError, match=rf"a\.json: not a bench result: record 0 has {field} {re.escape(repr(value))}"
+    ):
         load(tmp_path / "a.json")
 
 
@@ -69,6 +90,8 @@ def test_another_file_is_named(tmp_path: Path, text: str) -> None:
         (_moved(RECORD, 0.8), "faster"),
         (replace(_moved(RECORD, 1.2), p20_us=100.0), "noise"),
         (replace(_moved(RECORD, 0.8), p80_us=100.0), "noise"),
+        (replace(_moved(RECORD, 2.0), samples=2), "noise"),
+        (replace(_moved(RECORD, 0.5), samples=1), "noise"),
         (replace(RECORD, problem="rel_rms 1 > 0.1"), "wrong"),
     ],
 )
@@ -76,6 +99,15 @@ def test_verdicts(after: Record, verdict: str) -> None:
     comparison = compare_results(Results(META, [RECORD]), Results(META, [after]), 0.05)
     assert comparison.changes[0].verdict == verdict
     assert comparison.failed == (verdict in ("slower", "wrong"))
+
+
+@pytest.mark.parametrize(("samples", "spread"), [(2, "–"), (3, "1.0 %")])
+def test_few_samples_have_no_spread(samples: int, spread: str) -> None:
+    table = import_module("megamoe.cli.bench")._table(
+        Point(MODELS["tiny"], 64, "uniform"), [replace(RECORD, samples=samples)]
+    )
+    cells = {column.header: list(column.cells) for column in table.columns}
+    assert cells["±"] == [spread]
 
 
 def test_another_machine_is_a_warning() -> None:

@@ -52,7 +52,8 @@ def test_shapes_from_toml(tmp_path: Path) -> None:
         ("[a]\nlike='nobody'", r"\[a\]: like is 'nobody'; known models"),
         ("[a]\nhidden=256", "intermediate is missing"),
         ("a = 3", "'a' is not a table"),
-        ("[a", "shapes.toml"),
+        ("[a]\nH=256", r"\[a\]: unknown 'H'; allowed: like, hidden, intermediate, num_experts"),
+        ("[a", "shapes.toml: not TOML"),
     ],
 )
 def test_a_bad_toml_file_is_named(tmp_path: Path, text: str, message: str) -> None:

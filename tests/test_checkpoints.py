@@ -19,6 +19,7 @@ from megamoe.recipe import traits
 safetensors_torch = pytest.importorskip("safetensors.torch", reason="needs the package safetensors")
 
 LAYER, H, I, E = 3, 256, 128, 4
+LFS = b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 9\n"
 E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
 
 
@@ -156,7 +157,7 @@ def test_check_fails_beyond_limits(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     [
         (["--layer", "3"], 2, "--layer and --tokens are of a --checkpoint"),
         (["--checkpoint", "{folder}"], 2, "--checkpoint needs --layer"),
-        (["--checkpoint", "{folder}", "--layer", "3", "--download"], 2, "takes no --case, --download"),
+        (["--checkpoint", "{folder}", "--layer", "3", "--download"], 2, "takes no --case, --list, --download"),
         (["--checkpoint", "{folder}", "--layer", "9"], 1, "layer 9 of "),
         (["--checkpoint", "{folder}", "--layer", "3", "--mma-type", "fp8xfp8"], 2, "it has bf16xfp4, fp8xfp4"),
     ],
@@ -225,7 +226,9 @@ OSS = f"model.layers.{LAYER}.mlp.experts."
          r"no MoE layer of a known naming: expected \[model.\]layers.N.ffn.* or model.layers.N.mlp.*; found a.model"),
         ("gpt_oss", lambda folder: (folder / "model.safetensors").unlink(), "safetensors files; it has config.json"),
         ("gpt_oss", lambda folder: (folder / "model.safetensors").write_bytes(b"none"), "cannot be read"),
-        ("gpt_oss", lambda folder: (folder / "config.json").unlink(), "config.json cannot be read"),
+        ("gpt_oss", lambda folder: (folder / "model.safetensors").write_bytes(LFS), "read: a Git LFS pointer, "),
+        ("gpt_oss", lambda folder: (folder / "config.json").unlink(), "config.json cannot be read: no such file"),
+        ("gpt_oss", lambda folder: (folder / "config.json").write_text("{"), "config.json is not JSON"),
         ("deepseek_v4_fp8", lambda folder: (folder / "model-00002-of-00002.safetensors").unlink(),
          "00002.safetensors is not there, though the index names it"),
     ],
@@ -242,8 +245,8 @@ def test_layers_are_counted_as_the_names_count(folder: Path) -> None:
         read_layer(folder, 2)
     with pytest.raises(ValueError, match="^layer is -1"):
         read_layer(folder, -1)
-    with pytest.raises(CheckpointError, match="is no folder"):
-        read_layer(folder / "config.json", LAYER)
+    with pytest.raises(CheckpointError, match="is no folder here; expected a local one .* not looked up"):
+        read_layer("deepseek-ai/DeepSeek-V4-Flash", LAYER)
 
 
 def test_a_prefix_changes_nothing(tmp_path: Path) -> None:

@@ -1,8 +1,11 @@
 """The command line as a user types it: fresh processes for what decides at start-up, in-process for the rest."""
 
+import json
 import os
 import subprocess
 import sys
+from importlib import import_module
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,9 +15,15 @@ import megamoe
 from megamoe import cli
 from megamoe.cli import demo_layers
 from megamoe.cli.measure import count_launches, timed
+from megamoe.codegen.pool import Entry
 from megamoe.kernels.layer import LAUNCHES
+from megamoe.oracle import suites
+from megamoe.oracle.comparison import Case, Outcome
+from megamoe.oracle.deep_gemm import fused_differential
 from megamoe.oracle.metrics import LIMITS, Limits
 from megamoe.recipe import ALL_RECIPES, TABLE
+
+codegen = import_module("megamoe.cli.codegen")  # the module; the package's attribute may be the command
 
 
 def _run(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -106,6 +115,45 @@ def test_doctor_says_why_triton_cannot_run(monkeypatch: pytest.MonkeyPatch) -> N
 
 def _fail() -> None:
     raise RuntimeError("triton 99 has another interpreter")
+
+
+def test_check_lists_its_cases() -> None:
+    result = CliRunner().invoke(cli.main, ["check", "--list", "--case", "quantize/mxfp4"])
+    assert result.exit_code == 0, result.output
+    lines = result.output.splitlines()
+    assert lines
+    assert all(line.startswith("quantize/mxfp4") for line in lines)
+    nothing = CliRunner().invoke(cli.main, ["check", "--case", "nothing"])
+    assert nothing.exit_code == 2
+    assert "no case matches; `megamoe check --list` lists them" in " ".join(nothing.output.split())
+
+
+def test_check_says_that_no_upstream_kernel_ran(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def case(judge: str) -> Case:
+        return Case("layer", "fp8xfp8", "deep_gemm", judge, "a", lambda: Outcome(bytes_compared=1))
+
+    path = tmp_path / "deep" / "er" / "c.json"
+    for judge, said in (("reference", True), ("Python of 0.1.7", True), (fused_differential.SM90, False)):
+        monkeypatch.setattr(suites, "cases", lambda device, judge=judge: [case(judge)])
+        result = CliRunner().invoke(cli.main, ["check", "--json", str(path)])
+        assert result.exit_code == 0, result.output
+        assert result.output.endswith("0 could not run; no upstream kernel ran here\n") == said
+    assert json.loads(path.read_text())["cases"][0]["judge"] == fused_differential.SM90
+    refused = CliRunner().invoke(cli.main, ["check", "--json", str(path / "c.json")])
+    assert refused.exit_code == 2
+    assert "--json: the folder " in refused.output
+
+
+def test_codegen_lists_what_the_wrong_option_allows() -> None:
+    jobs = (("down", "fp8xfp4/mx32/trtllm_gen"), ("down", "fp8xfp8/block128/trtllm_gen"), ("combine", "bf16 rows"))
+    entries = [Entry(90, kernel, recipe, f"{kernel}/{recipe}") for kernel, recipe in jobs]
+    recipes = "fp8xfp4/mx32/trtllm_gen, fp8xfp8/block128/trtllm_gen"
+    for kernel, recipe, words in (
+        ("gateup", None, "--kernel 'gateup' is unknown; allowed: combine, down"),
+        (None, "int4", f"--recipe 'int4' matches no job; recipes: {recipes}; kinds: bf16 rows"),
+        ("combine", "fp8xfp8", "--recipe 'fp8xfp8' matches no job; kinds of --kernel combine: bf16 rows"),
+    ):
+        assert codegen._no_match(entries, kernel, recipe) == words
 
 
 def test_help_lists_every_command() -> None:

@@ -110,7 +110,7 @@ def test_sass_counts_spills_inside_and_outside_of_loops() -> None:
     report = analyse.analyse(ptx="", llir="", sass=SASS, resources=RESOURCES, smem=1024, tmem=128)
     assert report == analyse.Report(
         mma=[], sass_mma=["UTCQMMA"], smem=1024, tmem=128, registers=168, stack=16,
-        stl=2, ldl=3, stl_in_loops=1, ldl_in_loops=1,
+        stl=2, ldl=3, stl_in_loops=1, ldl_in_loops=1, spills_in_mma_loops=2,
     )  # fmt: skip
 
 
@@ -128,6 +128,16 @@ def test_sass_counts_spills_inside_and_outside_of_loops() -> None:
 def test_loops(text: str, expected: list[bool]) -> None:
     lines = [line if line.startswith(".L") else f"        /*0000*/    {line}" for line in text.split("|")]
     assert analyse.loop_mask(analyse.sass_instructions("\n".join(lines))) == expected
+
+
+def test_main_loops_are_the_innermost_ones_with_an_mma() -> None:
+    text = (
+        ".L_1:|STL [R1], R2 ;|.L_2:|LDL R2, [R1] ;|QGMMA R2, R3 ;|@P0 BRA `(.L_2) ;|LDL R2, [R1] ;|@P1 BRA `(.L_1) ;|"
+        "STL [R1], R2 ;|.L_3:|STL [R1], R2 ;|LDL R2, [R1] ;|HGMMA R2, R3 ;|@P1 BRA `(.L_3) ;|EXIT ;"
+    )
+    lines = [line if line.startswith(".L") else f"        /*0000*/    {line}" for line in text.split("|")]
+    assert analyse.spills_in_mma_loops(analyse.sass_instructions("\n".join(lines))) == 2
+    assert analyse.spills_in_mma_loops(analyse.sass_instructions("        /*0000*/    STL [R1], R2 ;")) == 0
 
 
 def test_largest_function_counts() -> None:

@@ -395,8 +395,20 @@ def test_patch_refuses_other_versions(version: str | None, installed: Any) -> No
 
 def test_patch_of_nothing_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "deep_gemm", None)
-    with pytest.raises(ImportError):
+    with pytest.raises(
+        ImportError, match=r"no deep_gemm to patch: none is installed\. megamoe\.deep_gemm\.stand_in\(\)"
+    ):
         dg.patch()
+
+
+def test_a_name_that_is_upstreams_alone(installed: ModuleType) -> None:
+    with pytest.raises(
+        AttributeError, match=r"megamoe\.deep_gemm has no 'fp8_gemm_nt': .*megamoe\.deep_gemm\.patch\(\)"
+    ):
+        _ = dg.fp8_gemm_nt
+    assert getattr(dg, "fp8_gemm_nt", None) is None
+    with pytest.raises(AttributeError, match="^module 'megamoe.deep_gemm' has no attribute '__path_of__'$"):
+        _ = dg.__path_of__
 
 
 def test_standing_in_where_none_is_installed(installed: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:

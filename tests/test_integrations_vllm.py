@@ -214,11 +214,16 @@ def test_registering_twice_changes_nothing(engine: Path) -> None:
 
 
 @pytest.mark.parametrize("value", [None, "", "reference"])
-def test_nothing_happens_unasked(value: str | None, engine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_happens_unasked(
+    value: str | None, engine: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.delenv("MEGAMOE_BACKEND")
     if value is not None:
         monkeypatch.setenv("MEGAMOE_BACKEND", value)
     assert plugin.register() is False
+    said = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert bool(said) == bool(value)
+    assert all("MEGAMOE_BACKEND=reference leaves vLLM's MegaMoE as it is" in text for text in said)
     assert not [name for name in sys.modules if name.split(".")[0] == "vllm"]
     with pytest.raises(NotImplementedError, match="requires SM100"):
         _model().DeepseekV4MegaMoEExperts._check_runtime_supported(None)

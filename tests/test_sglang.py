@@ -110,9 +110,10 @@ def test_the_pre_dispatch_gets_the_mma_type(report: dict[str, Any]) -> None:
         assert "use_fp4_acts" not in call["arguments"]
 
 
-def test_nothing_happens_unless_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_happens_unless_asked(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setattr(plugin, "_registered", False)
-    for value in (None, "auto", "reference"):
+    for value in (None, "", "auto", "reference"):
+        caplog.clear()
         if value is None:
             monkeypatch.delenv("MEGAMOE_BACKEND", raising=False)
         else:
@@ -121,6 +122,9 @@ def test_nothing_happens_unless_asked(monkeypatch: pytest.MonkeyPatch) -> None:
         plugin.register()
         assert set(sys.modules) == before
         assert not plugin._registered
+        said = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+        assert bool(said) == bool(value)
+        assert all(f"MEGAMOE_BACKEND={value} leaves SGLang's MegaMoE as it is" in text for text in said)
 
 
 def test_another_sglang_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,8 @@ class HopperTile:
     """Chunks of tokens that one weight operand meets, pipeline stages, CTAs per SM.
 
     A stage is 256 columns of E2M1 weights, 128 of E4M3. `swapped`: weight rows are the MMA's 64-row operand and tokens
-    its columns; otherwise chunks are 64 token rows each. `wide`: a work item of E2M1 weights meets 256 rows at once.
+    its columns; otherwise chunks are 64 token rows each. `wide`: with one scale per token, a
+    work item of GEMM 1 is 256 rows of E2M1 weights at once.
     """
 
     chunks: tuple[int, int, int]

@@ -51,13 +51,8 @@ def _to_operand(codes):
 def decode(codes, spans, ODD: gl.constexpr, OPERAND: gl.constexpr):
     """E4M3 [64, 128] in registers, an MMA's first operand: a block of 128 columns (the ODD one of the two) of 64
     rows."""
-    return decode_block(codes, spans >> 4 if ODD else spans & 0xF, OPERAND)
-
-
-@gluon.jit
-def decode_block(codes, distance, OPERAND: gl.constexpr):
-    """As `decode`, for the block that the distances int32 [64, 4] are of."""
     words = gl.convert_layout(codes.load(_BYTES).reshape([64, 4, 2, 8]), _CODES)
+    distance = spans >> 4 if ODD else spans & 0xF
     # Magnitudes 0, ½, 1, 1½ | 2, 3, 4, 6 as E4M3 bytes times 2^-5; a distance adds to the exponents, 8 per binade.
     low = (distance * 0x08080800 + 0x14100800).expand_dims(2).expand_dims(3)
     high = (distance * 0x08080808 + 0x24201C18).expand_dims(2).expand_dims(3)

@@ -6,12 +6,12 @@ from triton.experimental.gluon import language as gl
 
 from megamoe.codegen.job import CompileJob
 from megamoe.kernels.hopper.config import TILES, HopperTile
-from megamoe.kernels.hopper.e2m1_many import e2m1_many_down_kernel, e2m1_many_gate_up_kernel
+from megamoe.kernels.hopper.e2m1_many import e2m1_many_gate_up_kernel
 from megamoe.kernels.hopper.e4m3_few import e4m3_few_down_kernel, e4m3_few_gate_up_kernel
 from megamoe.kernels.hopper.e4m3_many import e4m3_many_down_kernel, e4m3_many_gate_up_kernel
 from megamoe.kernels.hopper.expert_gemm import hopper_down_kernel, hopper_gate_up_kernel
 from megamoe.kernels.hopper.layouts import PLAIN_FP32, SWIZZLED_32, SWIZZLED_64, SWIZZLED_128
-from megamoe.kernels.hopper.options import constexprs, e4m3_boxes, e4m3_constexprs, launch_options
+from megamoe.kernels.hopper.options import constexprs, e4m3_boxes, e4m3_constexprs, launch_options, wide_constexprs
 
 _H, _I = 4096, 2048  # DeepSeek-V4-Flash
 _E4M3 = "fp8xfp8/block128/deep_gemm_sm90"
@@ -39,12 +39,11 @@ def _descriptor(element: str, box: list[int], layout: gl.NVMMASharedLayout) -> s
 
 def _operands(tile: HopperTile) -> dict[str, str]:
     boxes = [[chunk or tile.chunks[0], 128] for chunk in tile.chunks]
-    names = {"x": boxes[0]} if tile.wide else {f"x{i}": box for i, box in enumerate(boxes)}
     return {
-        **{name: _descriptor("fp8e4nv", box, SWIZZLED_128) for name, box in names.items()},
-        "codes": _descriptor("u8", [64 if tile.wide else 128, 128], SWIZZLED_128),
+        **{f"x{i}": _descriptor("fp8e4nv", box, SWIZZLED_128) for i, box in enumerate(boxes)},
+        "codes": _descriptor("u8", [128, 128], SWIZZLED_128),
         "spans": _descriptor("u8", [16, 32], SWIZZLED_32),
-        "scales": _descriptor("fp32", [1 if tile.wide else 2, tile.scale_box], PLAIN_FP32),
+        "scales": _descriptor("fp32", [2, tile.scale_box], PLAIN_FP32),
         **_TILE_LIST,
         "row_scale": "*fp32",
     }
@@ -67,19 +66,29 @@ def _job(
     )
 
 
+def _wide_gate_up(tile: HopperTile) -> CompileJob:
+    signature = {
+        "x": _descriptor("fp8e4nv", [tile.chunks[0], 128], SWIZZLED_128),
+        "codes": _descriptor("u8", [64, 128], SWIZZLED_128),
+        "spans": _descriptor("u8", [16, 32], SWIZZLED_32),
+        **_TILE_LIST, "row_scale": "*fp32", "token_scale": "*fp32", **_GATE_UP,
+    }  # fmt: skip
+    consts = {**wide_constexprs(tile), "ACTIVATION": "swiglu", "HAS_CLAMP": True}
+    return _job("gate_up", "fp8xfp4/token/deep_gemm_sm90", tile, e2m1_many_gate_up_kernel, signature, consts)
+
+
 def _gate_up(tile: HopperTile, per_token: bool) -> CompileJob:
+    if per_token and tile.wide:
+        return _wide_gate_up(tile)
     signature = {**_operands(tile), "token_scale": "*fp32", **_GATE_UP}
     consts = {**constexprs(tile), "PER_TOKEN": per_token, "ACTIVATION": "swiglu", "HAS_CLAMP": True}
     recipe = f"fp8xfp4/{'token' if per_token else 'block128'}/deep_gemm_sm90"
-    return _job(
-        "gate_up", recipe, tile, e2m1_many_gate_up_kernel if tile.wide else hopper_gate_up_kernel, signature, consts
-    )
+    return _job("gate_up", recipe, tile, hopper_gate_up_kernel, signature, consts)
 
 
 def _down(tile: HopperTile) -> CompileJob:
     signature = {**_operands(tile), "row_slots": "*i32", "out": "*i32"}
-    kernel = e2m1_many_down_kernel if tile.wide else hopper_down_kernel
-    return _job("down", "fp8xfp4/block128/deep_gemm_sm90", tile, kernel, signature, dict(constexprs(tile)))
+    return _job("down", "fp8xfp4/block128/deep_gemm_sm90", tile, hopper_down_kernel, signature, dict(constexprs(tile)))
 
 
 def _e4m3_operands(tile: HopperTile, groups: int) -> dict[str, str]:

@@ -13,11 +13,11 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from megamoe import profile
 from megamoe.kernels.combine import combine
 from megamoe.kernels.hopper.config import ROW_ALIGN, HopperTile, choose_tile, smallest_block_m
-from megamoe.kernels.hopper.e2m1_many import e2m1_many_down_kernel, e2m1_many_gate_up_kernel
+from megamoe.kernels.hopper.e2m1_many import e2m1_many_gate_up_kernel
 from megamoe.kernels.hopper.e4m3 import E4m3Matrix, e4m3_down, e4m3_gate_up
 from megamoe.kernels.hopper.expert_gemm import hopper_down_kernel, hopper_gate_up_kernel
 from megamoe.kernels.hopper.layouts import PLAIN_FP32, SWIZZLED_32, SWIZZLED_128
-from megamoe.kernels.hopper.options import constexprs, launch_options
+from megamoe.kernels.hopper.options import constexprs, launch_options, wide_constexprs
 from megamoe.kernels.hopper.scatter import scatter
 from megamoe.kernels.hopper.weights import HopperMatrix, from_hopper, to_hopper
 from megamoe.kernels.layouts.gate_up import deinterleave_gate_up
@@ -213,29 +213,37 @@ def gate_up(
         return
     per_token = spec.recipe.act_scale == "token"
     clamp = spec.activation_clamp
+    programs = _programs(ws.q, spec, tile, num_tokens, spec.intermediate)
+    shared = (
+        ws.packed_tiles, ws.tile_count, matrix.row_scale, ws.scale, ws.row_weight,
+        ws.act.view(torch.uint8), ws.act_scale, ws.q.shape[0], 0.0 if clamp is None else clamp, spec.alpha, spec.beta,
+    )  # fmt: skip
+    options = dict(
+        H=spec.hidden, I=spec.intermediate, ACTIVATION=spec.activation, HAS_CLAMP=clamp is not None,
+        **launch_options(tile),
+    )  # fmt: skip
     with torch.cuda.device_of(ws.q):
-        kernel = e2m1_many_gate_up_kernel if tile.wide else hopper_gate_up_kernel
-        kernel[(_programs(ws.q, spec, tile, num_tokens, spec.intermediate),)](
-            *_descriptors(ws.q, matrix, ws.act_scale if per_token else ws.scale, tile),
-            ws.packed_tiles, ws.tile_count, matrix.row_scale, ws.scale, ws.row_weight,
-            ws.act.view(torch.uint8), ws.act_scale, ws.q.shape[0],
-            0.0 if clamp is None else clamp, spec.alpha, spec.beta,
-            H=spec.hidden, I=spec.intermediate, **constexprs(tile),
-            PER_TOKEN=per_token, ACTIVATION=spec.activation, HAS_CLAMP=clamp is not None, **launch_options(tile),
-        )  # fmt: skip
+        if per_token and tile.wide:
+            e2m1_many_gate_up_kernel[(programs,)](
+                *_wide_descriptors(ws.q, matrix, tile), *shared, **wide_constexprs(tile), **options
+            )
+        else:
+            hopper_gate_up_kernel[(programs,)](
+                *_descriptors(ws.q, matrix, ws.act_scale if per_token else ws.scale, tile), *shared,
+                **constexprs(tile), PER_TOKEN=per_token, **options,
+            )  # fmt: skip
 
 
 def down(
     ws: HopperWorkspace, matrix: HopperMatrix | E4m3Matrix, spec: LayerSpec, tile: HopperTile, num_tokens: int
 ) -> None:
     """GEMM 2 of `ws.act` into the slots' rows."""
-    programs = _programs(ws.q, spec, tile, num_tokens, spec.hidden // (2 if tile.wide else 1))
+    programs = _programs(ws.q, spec, tile, num_tokens, spec.hidden)
     if isinstance(matrix, E4m3Matrix):
         e4m3_down(ws, matrix, spec, tile, programs)
         return
     with torch.cuda.device_of(ws.q):
-        kernel = e2m1_many_down_kernel if tile.wide else hopper_down_kernel
-        kernel[(programs,)](
+        hopper_down_kernel[(programs,)](
             *_descriptors(ws.act, matrix, ws.act_scale, tile),
             ws.packed_tiles, ws.tile_count, matrix.row_scale, ws.plan.sorted_slots, ws.rows.view(torch.int32),
             H=spec.hidden, I=spec.intermediate, **constexprs(tile), **launch_options(tile),
@@ -251,10 +259,20 @@ def _programs(tensor: torch.Tensor, spec: LayerSpec, tile: HopperTile, num_token
 
 
 def _descriptors(x: torch.Tensor, matrix: HopperMatrix, scale: torch.Tensor, tile: HopperTile) -> list[object]:
-    boxes = [[chunk or tile.chunks[0], 128] for chunk in tile.chunks[: 1 if tile.wide else 3]]
+    boxes = [[chunk or tile.chunks[0], 128] for chunk in tile.chunks]
     return [
         *(TensorDescriptor.from_tensor(x, box, SWIZZLED_128) for box in boxes),
-        TensorDescriptor.from_tensor(matrix.codes.view(-1, 128), [64 if tile.wide else 128, 128], SWIZZLED_128),
+        *_weight_descriptors(matrix, 128),
+        TensorDescriptor.from_tensor(scale, [2, tile.scale_box], PLAIN_FP32),
+    ]
+
+
+def _wide_descriptors(x: torch.Tensor, matrix: HopperMatrix, tile: HopperTile) -> list[object]:
+    return [TensorDescriptor.from_tensor(x, [tile.chunks[0], 128], SWIZZLED_128), *_weight_descriptors(matrix, 64)]
+
+
+def _weight_descriptors(matrix: HopperMatrix, code_rows: int) -> list[object]:
+    return [
+        TensorDescriptor.from_tensor(matrix.codes.view(-1, 128), [code_rows, 128], SWIZZLED_128),
         TensorDescriptor.from_tensor(matrix.spans.view(-1, 32), [16, 32], SWIZZLED_32),
-        TensorDescriptor.from_tensor(scale, [1 if tile.wide else 2, tile.scale_box], PLAIN_FP32),
     ]

@@ -8,10 +8,13 @@ from megamoe.kernels.hopper.config import HopperTile
 def constexprs(tile: HopperTile) -> dict[str, int]:
     """Of the kernels of E2M1 weights. Registers per thread: 12 warps share what the CTA gets, the producer needs
     few."""
-    if tile.wide:
-        return _pipeline(tile)
     n0, n1, n2 = tile.chunks
     return {"N0": n0, "N1": n1, "N2": n2, **_pipeline(tile)}
+
+
+def wide_constexprs(tile: HopperTile) -> dict[str, int]:
+    """Of GEMM 1 of E2M1 weights with 256 rows per item."""
+    return _pipeline(tile)
 
 
 def e4m3_constexprs(tile: HopperTile) -> dict[str, int]:

@@ -32,8 +32,8 @@ class Checkpoint:
         self.folder = Path(folder)
         if not self.folder.is_dir():
             raise CheckpointError(
-                f"{folder} is no folder here; expected a local one with *.safetensors files and {CONFIG}. Names of models "
-                "are not looked up: download it first, e.g. `hf download NAME --local-dir FOLDER`"
+                f"{folder} is no folder here; expected a local one with *.safetensors files and {CONFIG}. Models' "
+                "names are not looked up: download it first, e.g. `hf download NAME --local-dir FOLDER`"
             )
         self._library = _safetensors()
         self._open: dict[str, Any] = {}

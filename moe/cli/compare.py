@@ -20,7 +20,8 @@ def compare(before: Path, after: Path, threshold: float, backends: tuple[str, ..
     """Compare the rows that BEFORE and AFTER share.
 
     A row is slower (or faster) when its median moved by more than the threshold and the bands from the 20th to the 80th
-    percentile do not overlap; a row of fewer than three samples has no band, so that its change is noise. Exits with status 1 when a row became slower or wrong, 2 when nothing can be compared.
+    percentile do not overlap; a row of fewer than three samples has no band, so that its change is noise. Exits with
+    status 1 when a row became slower or wrong, 2 when nothing can be compared.
     """
     from megamoe.bench.compare import compare_results
     from megamoe.bench.records import load

@@ -22,7 +22,10 @@ _SASS_MMA = re.compile(r"(?:UTC[A-Z]|[A-Z]G?)MMA$")
 
 @dataclass(frozen=True)
 class Report:
-    """One kernel on one architecture. `smem`: dynamic bytes, `tmem`: columns, `stack`: bytes per thread."""
+    """One kernel on one architecture. `smem`: dynamic bytes, `tmem`: columns, `stack`: bytes per thread.
+
+    spills_in_mma_loops: STL and LDL in the worst main loop, as `spills_in_mma_loops` finds it.
+    """
 
     mma: list[str]
     sass_mma: list[str]
@@ -34,6 +37,7 @@ class Report:
     ldl: int
     stl_in_loops: int
     ldl_in_loops: int
+    spills_in_mma_loops: int = 0
     inexact: dict[str, int] = field(default_factory=dict)
 
 
@@ -54,6 +58,7 @@ def analyse(*, ptx: str, llir: str, sass: str, resources: str, smem: int, tmem: 
         ldl=_count(instructions, "LDL"),
         stl_in_loops=_count(looped, "STL"),
         ldl_in_loops=_count(looped, "LDL"),
+        spills_in_mma_loops=spills_in_mma_loops(instructions),
         inexact=inexact_arithmetic(opcodes, llir),
     )
 
@@ -176,6 +181,22 @@ def loop_mask(instructions: list[Instruction]) -> list[bool]:
         for i in _reachable(target, after) & _reachable(source, before):
             mask[i] = True
     return mask
+
+
+def spills_in_mma_loops(instructions: list[Instruction]) -> int:
+    """The most STL and LDL in one innermost loop around an MMA: between a backward branch and its target."""
+    position = {label: i for i, ins in enumerate(instructions) for label in ins.labels}
+    loops = sorted(
+        ((position[ins.target], i) for i, ins in enumerate(instructions) if position.get(ins.target or "", i + 1) <= i),
+        key=lambda loop: loop[1] - loop[0],
+    )
+    innermost = {
+        next((loop for loop in loops if loop[0] <= i <= loop[1]), (i, i))
+        for i, ins in enumerate(instructions)
+        if _SASS_MMA.match(ins.op.split(".")[0])
+    }
+    bodies = [instructions[first : last + 1] for first, last in innermost]
+    return max((_count(body, "STL") + _count(body, "LDL") for body in bodies), default=0)
 
 
 def _reachable(start: int, edges: list[list[int]]) -> set[int]:

@@ -7,6 +7,10 @@ from megamoe.kernels.config import SHARED_MEMORY
 
 TMEM_COLUMNS = 512
 GEMMS = ("gate_up", "down")
+# Persistent kernels that fill the register file: what their epilogues need may wait in local memory. Of a main loop's 200
+# to 400 instructions Triton 3.6, which the H200 runs, spills none, and 3.9 up to three words.
+PERSISTENT = ("hopper_gate_up", "hopper_down")
+MAIN_LOOP_SPILLS = 6  # stores and loads
 BF16 = {90: "wgmma bf16.bf16", 100: "tcgen05.mma kind::f16", 120: "mma.sync bf16.bf16"}
 FP8 = {90: "wgmma e4m3.e4m3", 100: "tcgen05.mma kind::f8f6f4", 120: "mma.sync e4m3.e4m3"}
 MXFP8 = {
@@ -49,9 +53,11 @@ def expected_mma(recipe: str, arch: int) -> list[str]:
 def violations(report: Report, *, arch: int, kernel: str, recipe: str, contract: frozenset[str]) -> list[str]:
     """What is wrong with a compiled job, one sentence each; empty when it keeps its contract."""
     found = []
-    if report.stack:
+    if kernel in PERSISTENT and report.spills_in_mma_loops > MAIN_LOOP_SPILLS:
+        found.append(f"{report.spills_in_mma_loops} × STL or LDL in main loops; allowed: {MAIN_LOOP_SPILLS}")
+    if report.stack and kernel not in PERSISTENT:
         found.append(f"STACK:{report.stack} (must be 0)")
-    if report.stl or report.ldl:
+    if (report.stl or report.ldl) and kernel not in PERSISTENT:
         stores = f"{report.stl} STL ({report.stl_in_loops} in loops)"
         loads = f"{report.ldl} LDL ({report.ldl_in_loops} in loops)"
         found.append(f"spills: {stores}, {loads}")

@@ -54,8 +54,8 @@ _registered = False
 
 
 def register() -> None:
-    """Register the hooks, once per process, where `MEGAMOE_BACKEND=triton`; SGLang applies them. Another value is logged
-    as a warning, and nothing is hooked.
+    """Register the hooks, once per process, where `MEGAMOE_BACKEND=triton`; SGLang applies them. Another value is
+    logged as a warning, and nothing is hooked.
 
     Raises `UnsupportedError` for another SGLang than 0.5.19 or another `deep_gemm` than 0.1.7, before any hook is
     registered (SGLang logs it and goes on without this plugin).
@@ -63,7 +63,8 @@ def register() -> None:
     global _registered
     asked = os.environ.get(VARIABLE, "")
     if asked not in ("", "triton"):
-        _logger.warning("megamoe: %s=%s leaves SGLang's MegaMoE as it is; its plugin serves triton alone", VARIABLE, asked)
+        text = "megamoe: %s=%s leaves SGLang's MegaMoE as it is; the plugin serves triton alone"
+        _logger.warning(text, VARIABLE, asked)
     if _registered or asked != "triton":
         return
     _check_version()
