@@ -37,8 +37,8 @@ class Case:
 
     def layer(self, device: str, tokens: int | None = None) -> Layer:
         return random_layer(
-            self.recipe, tokens=TOKENS[device] if tokens is None else tokens, hidden=self.hidden, intermediate=self.intermediate,
-            num_experts=E, top_k=K, masked=0.2, device=device, **self.options,
+            self.recipe, tokens=TOKENS[device] if tokens is None else tokens, hidden=self.hidden,
+            intermediate=self.intermediate, num_experts=E, top_k=K, masked=0.2, device=device, **self.options,
         )  # fmt: skip
 
 

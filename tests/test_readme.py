@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from megamoe.bench.records import load
+from megamoe.bench.report.markdown import layer_table
 from megamoe.recipe import TABLE, Traits
 
 ROOT = Path(__file__).parent.parent
@@ -56,18 +58,18 @@ def _layer_table() -> str:
     return "\n".join(lines) + "\n"
 
 
-def _hopper_table() -> str:
-    records = json.loads((RESULTS / "hopper_h200.json").read_text())["records"]
-    tokens = sorted({record["tokens"] for record in records})
-    lines = [f"| layer, µs | {' | '.join(f'{count:,}' for count in tokens)} |", f"|---|{'---|' * len(tokens)}"]
-    for scale in dict.fromkeys(record["act_scale"] for record in records):
-        times = {record["tokens"]: record["layer"] for record in records if record["act_scale"] == scale}
-        lines.append(f"| `fp8xfp4`, `{scale}` | {' | '.join(f'{times[count]:,.0f}' for count in tokens)} |")
-    return "\n".join(lines) + "\n"
+def test_peers_table_is_the_measured_one() -> None:
+    expected = layer_table(load(RESULTS / "h200_layer.json"), "deepseek-v4-flash")
+    assert _between("<!-- peers -->", "<!-- /peers -->") == expected
 
 
-def test_hopper_table_is_the_measured_one() -> None:
-    assert _between("<!-- hopper -->", "<!-- /hopper -->") == _hopper_table()
+def test_prefill_figures_are_the_measured_ones() -> None:
+    rows = json.loads((RESULTS / "hopper_tiles_h200.json").read_text())["rows"]
+    text = " ".join(README.read_text().split())
+    for recipe, tokens in (("fp8xfp4/block128", 4096), ("fp8xfp4/token", 4096), ("fp8xfp8/block128", 4096),
+                           ("fp8xfp4/block128", 8192), ("fp8xfp8/block128", 8192)):  # fmt: skip
+        layers = [r["us"] for r in rows if (r["recipe"], r["tokens"], r["stage"]) == (recipe, tokens, "layer")]
+        assert f"{min(layers) / 1000:.2f}" in text, (recipe, tokens, min(layers))
 
 
 def test_layer_table_is_the_measured_one() -> None:

@@ -7,10 +7,12 @@ from collections.abc import Sequence
 from megamoe.bench.records import Record, Results
 
 OURS = "triton"
+TIERS = ("triton_portable", "triton_hopper")  # ours too, and `triton` is one of them
 
 
 def layer_table(results: Results, model: str, *, stage: str = "layer", n_shared: int = 0) -> str:
-    """Rows: contenders, grouped by the recipe whose reference judges them, ours first; columns: tokens.
+    """Rows: contenders (of ours, what a call runs), grouped by the recipe whose reference judges them, ours first;
+    columns: tokens.
 
     Uniform routing. The fastest of each group and column is bold; a cell nobody measured is empty. `ValueError` when
     there is no such row.
@@ -18,7 +20,9 @@ def layer_table(results: Results, model: str, *, stage: str = "layer", n_shared:
     chosen = [
         r
         for r in results.records
-        if (r.model, r.stage, r.n_shared, r.routing) == (model, stage, n_shared, "uniform") and r.problem is None
+        if (r.model, r.stage, r.n_shared, r.routing) == (model, stage, n_shared, "uniform")
+        and r.problem is None
+        and r.backend not in TIERS
     ]
     if not chosen:
         raise ValueError(f"no rows of {model}, stage {stage}, {n_shared} shared experts")

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from megamoe.bench.records import Record, Results
+from megamoe.bench.report.markdown import TIERS
 
 _STAGE = "layer"
 _COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8c6d31", "#7b61b8", "#9a9a9a", "#b03a5b")
@@ -49,7 +50,11 @@ def write_pngs(results: Results, folder: Path) -> list[Path]:
 
 def _layer_rows(records: Sequence[Record], model: str) -> list[Record]:
     """The layers of `model` under uniform routing with the fewest shared experts, which all contenders can run."""
-    rows = [r for r in records if (r.model, r.stage, r.routing) == (model, _STAGE, "uniform") and r.problem is None]
+    rows = [
+        r
+        for r in records
+        if (r.model, r.stage, r.routing) == (model, _STAGE, "uniform") and r.problem is None and r.backend not in TIERS
+    ]
     least = min((r.n_shared for r in rows), default=0)
     return [r for r in rows if r.n_shared == least]
 

@@ -187,7 +187,11 @@ def spills_in_mma_loops(instructions: list[Instruction]) -> int:
     """The most STL and LDL in one innermost loop around an MMA: between a backward branch and its target."""
     position = {label: i for i, ins in enumerate(instructions) for label in ins.labels}
     loops = sorted(
-        ((position[ins.target], i) for i, ins in enumerate(instructions) if position.get(ins.target or "", i + 1) <= i),
+        (
+            (position[ins.target], i)
+            for i, ins in enumerate(instructions)
+            if ins.target in position and position[ins.target] <= i
+        ),
         key=lambda loop: loop[1] - loop[0],
     )
     innermost = {

@@ -7,8 +7,8 @@ from megamoe.kernels.config import SHARED_MEMORY
 
 TMEM_COLUMNS = 512
 GEMMS = ("gate_up", "down")
-# Persistent kernels that fill the register file: what their epilogues need may wait in local memory. Of a main loop's 200
-# to 400 instructions Triton 3.6, which the H200 runs, spills none, and 3.9 up to three words.
+# Persistent kernels that fill the register file: what their epilogues need may wait in local memory. Of a main loop's
+# 200 to 400 instructions Triton 3.6, which the H200 runs, spills none, and 3.9 up to three words.
 PERSISTENT = ("hopper_gate_up", "hopper_down")
 MAIN_LOOP_SPILLS = 6  # stores and loads
 BF16 = {90: "wgmma bf16.bf16", 100: "tcgen05.mma kind::f16", 120: "mma.sync bf16.bf16"}
