@@ -188,4 +188,4 @@ def test_cli_fails_when_a_job_does(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_cli_names_what_there_is() -> None:
     outcome = CliRunner().invoke(codegen, ["--arch", "90", "--kernel", "nonesuch"], env={"COLUMNS": "200"})
     assert outcome.exit_code == 2
-    assert "kernels: combine" in outcome.output
+    assert "--kernel 'nonesuch' is unknown; allowed: combine, " in outcome.output

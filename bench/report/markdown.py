@@ -50,7 +50,7 @@ def _order(row: Record) -> bool:
 
 def _name(row: Record) -> str:
     if row.backend == OURS:
-        return f"**ours**, `{row.mma_type}` `{row.act_scale}`"
+        return f"**ours**, `{row.mma_type}` " + " ".join(f"`{part}`" for part in row.label.split()[1:])
     return f"`{row.backend}`"
 
 

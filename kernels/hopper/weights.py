@@ -51,8 +51,7 @@ def k_order(device: torch.device | str = "cpu") -> torch.Tensor:
 
 def spans(scales: torch.Tensor) -> torch.Tensor:
     """Binades that each row's UE8M0 bytes [.., N, K/32] span."""
-    exponents = scales.int()
-    return exponents.amax(-1) - exponents.amin(-1)
+    return scales.amax(-1).int() - scales.amin(-1).int()
 
 
 def to_hopper(codes: torch.Tensor, scales: torch.Tensor, *, pair_columns: bool = False) -> HopperMatrix:

@@ -28,7 +28,7 @@ def hopper_unsupported_reason(request: LayerRequest, weights: MoEWeights, parame
     if request.spec.traits.weight == "e4m3":
         return _strided_reason(weights)
     for name, scale in zip(("w13_scale", "w2_scale"), plain_scales(weights)):
-        widest = max(int(spans(expert).max()) for expert in scale)
+        widest = int(spans(scale).max())
         if widest > MAX_SPAN:
             return f"{name} spans {widest} binades in one row; allowed: {MAX_SPAN}"
     return None
