@@ -67,6 +67,8 @@ _HOMES = {
     "flashinfer": "peers.flashinfer",
 }
 NAMES = tuple(_HOMES)
+TIERS = ("triton_portable", "triton_hopper")
+"""Ours, one of which `triton` picks for a layer."""
 
 
 def find_backend(name: str) -> BenchBackend:

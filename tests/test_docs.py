@@ -10,6 +10,8 @@ import torch
 
 import megamoe
 from megamoe import deep_gemm
+from megamoe.bench.records import load
+from megamoe.bench.report.markdown import layer_table
 from megamoe.checkpoints import write_tiny_checkpoint
 from megamoe.weights import MoEWeights
 
@@ -137,3 +139,8 @@ def test_the_deep_gemm_page_names_what_is_there() -> None:
     assert "stand_in" in names
     for name in names | calls:
         assert hasattr(deep_gemm, name), name
+
+
+def test_v4_pro_is_the_measured_one() -> None:
+    table = layer_table(load(RESULTS / "h200_layer.json"), "deepseek-v4-pro")
+    assert _between("bench.md", "<!-- pro -->", "<!-- /pro -->") == table

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from megamoe.bench.backends import TIERS
 from megamoe.bench.records import Record, Results
 
 OURS = "triton"
-TIERS = ("triton_portable", "triton_hopper")  # ours too, and `triton` is one of them
 
 
 def layer_table(results: Results, model: str, *, stage: str = "layer", n_shared: int = 0) -> str:

@@ -7,8 +7,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from megamoe.bench.backends import TIERS
 from megamoe.bench.records import Record, Results
-from megamoe.bench.report.markdown import TIERS
 
 _STAGE = "layer"
 _COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8c6d31", "#7b61b8", "#9a9a9a", "#b03a5b")

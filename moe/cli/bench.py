@@ -46,7 +46,7 @@ class _Outcome:
 @click.option("--shapes", "file", type=click.Path(path_type=Path), help="A TOML file with a table [name] per shape.")
 @click.option("--tokens", multiple=True, help="64, 1,16,64 or 1-8192 (its powers of two).")
 @click.option("--recipe", "recipes", multiple=True, help="mma_type[/act_scale[/numerics]], or `served`.")
-@click.option("--backend", "backends", multiple=True, help="A contender; default: all that can run.")
+@click.option("--backend", "backends", multiple=True, help="A contender, or all; default: all but the tiers.")
 @click.option("--stage", "stages", multiple=True, help="Default: layer on the CPU, every stage on a GPU.")
 @click.option("--routing", "routings", multiple=True, help="uniform (default), zipf or all_to_one.")
 @click.option("--shared", multiple=True, type=click.IntRange(0, 8), help="Shared experts; default: 0.")
@@ -146,7 +146,7 @@ def bench(
 def _plan(asked: dict[str, Any], file: Path | None, device: torch.device, outcome: _Outcome) -> Plan:
     """What was asked for, with defaults for the rest; unknown names become `outcome.problems`."""
     from megamoe.bench import registry
-    from megamoe.bench.backends import NAMES
+    from megamoe.bench.backends import NAMES, TIERS
     from megamoe.bench.shapes import load_shapes, parse_shape
 
     on_gpu, quick = device.type == "cuda", asked["quick"]
@@ -184,6 +184,8 @@ def _plan(asked: dict[str, Any], file: Path | None, device: torch.device, outcom
     if not asked["backend"] or _ALL in asked["backend"]:
         # On a GPU the reference takes minutes where the others take milliseconds.
         backends = [name for name in NAMES if name != "reference" or not on_gpu or name in names]
+        if not asked["backend"]:  # `triton` is one of them: beside it they would take half of the time
+            backends = [name for name in backends if name not in TIERS]
     return registry.Plan(
         shapes=(*models, *own_shapes),
         tokens=tuple(tokens),
