@@ -14,6 +14,7 @@ from threading import Lock
 
 from megamoe.backends import AUTO, AUTO_ORDER, NAMES, select, unsupported_reason
 from megamoe.backends.base import Backend, LayerRequest, UnsupportedError
+from megamoe.validation import check_choice
 
 ENVIRONMENT_VARIABLE = "MEGAMOE_BACKEND"
 BUILT_IN = "triton"
@@ -34,7 +35,7 @@ def set_default_backend(name: str | None) -> None:
     """
     global _default
     if name is not None:
-        _check("name", name)
+        check_choice("name", name, ALLOWED)
     _default = name
 
 
@@ -44,13 +45,13 @@ def requested_backend(argument: str | None = None) -> tuple[str, str]:
     Raises `ValueError` naming `moe_backend` or the variable when it holds another name.
     """
     if argument is not None:
-        _check("moe_backend", argument)
+        check_choice("moe_backend", argument, ALLOWED)
         return argument, _ARGUMENT
     if _default is not None:
         return _default, "megamoe.set_default_backend"
     named = os.environ.get(ENVIRONMENT_VARIABLE, "")
     if named:
-        _check(ENVIRONMENT_VARIABLE, named)
+        check_choice(ENVIRONMENT_VARIABLE, named, ALLOWED)
         return named, f"{ENVIRONMENT_VARIABLE}={named}"
     return BUILT_IN, "the built-in default"
 
@@ -75,11 +76,6 @@ def _why(name: str, chosen: str, source: str, request: LayerRequest) -> str:
     declined = AUTO_ORDER[: AUTO_ORDER.index(chosen)]
     reasons = [f"{candidate} cannot run: {unsupported_reason(candidate, request)}" for candidate in declined]
     return "; ".join([f"{AUTO!r} from {source}", *reasons])
-
-
-def _check(argument: str, name: object) -> None:
-    if not isinstance(name, str) or name not in ALLOWED:
-        raise ValueError(f"{argument} is {name!r}; allowed: {', '.join(map(repr, ALLOWED))}")
 
 
 def _log_once(message: str) -> None:

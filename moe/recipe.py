@@ -158,10 +158,10 @@ ALL_RECIPES: tuple[Recipe, ...] = tuple(TABLE)
 
 def traits(recipe: Recipe) -> Traits:
     """The table's row of `recipe`; `ValueError` if it is not a legal combination."""
-    reason = illegal_reason(recipe)
-    if reason is not None:
-        raise ValueError(reason)
-    return TABLE[recipe]
+    row = TABLE.get(recipe)
+    if row is None:
+        raise ValueError(illegal_reason(recipe))
+    return row
 
 
 def illegal_reason(recipe: Recipe) -> str | None:

@@ -92,7 +92,7 @@ def check_tensor(
     if shape is not None and tuple(value.shape) != shape:
         raise ValueError(f"{name} has shape {tuple(value.shape)}; expected {axes} = {shape}")
     if device is not None and value.device != device:
-        raise ValueError(f"{name} is on {value.device}; allowed: {device}, where hidden_states or w13 is")
+        raise ValueError(f"{name} is on {value.device}; allowed: {device}")
     if layout == "contiguous" and not value.is_contiguous():
         raise ValueError(f"{name} has strides {value.stride()}; it must be contiguous")
     if layout != "any" and value.dim() and value.shape[-1] > 1 and value.stride(-1) != 1:

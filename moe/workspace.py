@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from typing import NamedTuple
 
 import torch
 
@@ -10,6 +11,16 @@ from megamoe.kernels.layouts.scale_atoms import GROUPS_PER_WORD
 from megamoe.kernels.routing import RoutingPlan, allocate_plan
 from megamoe.recipe import ElementFormat, ScaleFormat
 from megamoe.spec import LayerSpec
+
+
+class Tokens(NamedTuple):
+    """The first five of `Workspace`, which the pre-dispatch writes, or which a caller has already."""
+
+    x_q: torch.Tensor
+    x_sf: torch.Tensor | None
+    x_scale: torch.Tensor | None
+    topk_ids: torch.Tensor
+    topk_weights: torch.Tensor
 
 
 @dataclass(frozen=True)
@@ -39,18 +50,31 @@ class Workspace:
     rows: torch.Tensor
 
     @classmethod
-    def allocate(cls, spec: LayerSpec, max_tokens: int, device: torch.device | str, *, min_block_m: int) -> Workspace:
-        """Uninitialised buffers; the tile list is sized for tiles of at least `min_block_m` rows."""
+    def allocate(
+        cls,
+        spec: LayerSpec,
+        max_tokens: int,
+        device: torch.device | str,
+        *,
+        min_block_m: int,
+        tokens: Tokens | None = None,
+    ) -> Workspace:
+        """Uninitialised buffers, but for `tokens` where they are given; the tile list is sized for tiles of at least
+        `min_block_m` rows."""
         t = spec.traits
         slots = max_tokens * spec.top_k
         make = _Allocator(device)
         has_shared = spec.shared_intermediate > 0
+        if tokens is None:
+            tokens = Tokens(
+                x_q=make.elements(max_tokens, spec.hidden, t.act),
+                x_sf=make.scales(max_tokens, spec.hidden, t.act_scale_format, t.act_group),
+                x_scale=make(torch.float32, max_tokens) if t.token_scale else None,
+                topk_ids=make(torch.int64, max_tokens, spec.top_k),
+                topk_weights=make(torch.float32, max_tokens, spec.top_k),
+            )
         return cls(
-            x_q=make.elements(max_tokens, spec.hidden, t.act),
-            x_sf=make.scales(max_tokens, spec.hidden, t.act_scale_format, t.act_group),
-            x_scale=make(torch.float32, max_tokens) if t.token_scale else None,
-            topk_ids=make(torch.int64, max_tokens, spec.top_k),
-            topk_weights=make(torch.float32, max_tokens, spec.top_k),
+            *tokens,
             plan=allocate_plan(max_tokens, spec.top_k, spec.num_slot_experts, min_block_m, device),
             act_q=make.elements(slots, spec.intermediate, t.act),
             act_sf=make.scales(slots, spec.intermediate, t.mid_scale_format, t.mid_group),

@@ -10,7 +10,7 @@ from click.testing import CliRunner
 
 import megamoe
 from megamoe import cli
-from megamoe.checkpoints import KINDS, CheckpointError, CheckpointLayer, read_layer, write_tiny_checkpoint
+from megamoe.checkpoints import KINDS, Checkpoint, CheckpointError, CheckpointLayer, read_layer, write_tiny_checkpoint
 from megamoe.oracle.metrics import LIMITS, Limits, assert_bytes_equal
 from megamoe.oracle.reference import dequantize_weight
 from megamoe.oracle.reference.quantizers import BlockFormat
@@ -194,6 +194,18 @@ def _replace(name: str, value: torch.Tensor | None) -> Callable[[Path], None]:
     return _rewrite(change)
 
 
+def _strange_index(*names: str) -> Callable[[Path], None]:
+    """An index that names tensors which their file has not."""
+
+    def apply(folder: Path) -> None:
+        for name in names:
+            _replace(name, None)(folder)
+        files = dict.fromkeys([*_tensors(folder), *names], "all.safetensors")
+        (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": files}))
+
+    return apply
+
+
 def _config(**fields: object) -> Callable[[Path], None]:
     def apply(folder: Path) -> None:
         path = folder / "config.json"
@@ -231,6 +243,8 @@ OSS = f"model.layers.{LAYER}.mlp.experts."
         ("gpt_oss", lambda folder: (folder / "config.json").write_text("{"), "config.json is not JSON"),
         ("deepseek_v4_fp8", lambda folder: (folder / "model-00002-of-00002.safetensors").unlink(),
          "00002.safetensors is not there, though the index names it"),
+        ("deepseek_v4_fp8", _strange_index(f"{V4}experts.1.w2.weight"),
+         r"all.safetensors has no readable layers.3.ffn.experts.1.w2.weight, expected there: .+"),
     ],
 )  # fmt: skip
 def test_other_contents_are_named(kind: str, damage: Callable[[Path], None], words: str, tmp_path: Path) -> None:
@@ -286,3 +300,13 @@ def test_unknown_kinds(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="^kind is 'llama'; allowed: 'deepseek_v4_fp8'"):
         write_tiny_checkpoint(tmp_path, "llama")
     assert set(KINDS) == {"deepseek_v4_fp8", "deepseek_v4_mxfp4", "gpt_oss"}
+
+
+def test_a_tensor_that_its_file_has_not_is_named(tmp_path: Path) -> None:
+    write_tiny_checkpoint(tmp_path, "gpt_oss", layer=LAYER)
+    name = f"{OSS}gate_up_proj_blocks"
+    _strange_index(name)(tmp_path)
+    checkpoint = Checkpoint(tmp_path)
+    for read in (checkpoint.describe, checkpoint.tensor):
+        with pytest.raises(CheckpointError, match=f"all.safetensors has no readable {name}, expected there"):
+            read(name)

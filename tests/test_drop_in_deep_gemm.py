@@ -222,6 +222,9 @@ def test_without_x_scales_tokens_have_the_factor_one(device: str, monkeypatch: p
     dispatch(layer, buffer)
     without, ones = nan_like(layer.x), nan_like(layer.x)
     call(layer, buffer, without, use_x_scales=False)
+    call(layer, buffer, nan_like(layer.x), use_x_scales=False, activation_clamp=1.5)
+    factors = [p.workspace.x_scale for p in buffer.prepared.values()]
+    assert factors[0] is factors[1], "one tensor of ones for both"
     buffer.x_scales.fill_(1.0)
     call(layer, buffer, ones)
     assert bool(without.isfinite().all())
@@ -353,6 +356,18 @@ def test_bad_pre_dispatches_are_refused(name: str, device: str, monkeypatch: pyt
     with pytest.raises((ValueError, TypeError), match=message):
         dg.mega_moe_pre_dispatch(**(arguments | moved))
     assert_bytes_equal(buffer.buffer, before)
+
+
+def test_a_buffer_on_another_device_than_the_tokens(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = ROUTED.layer(device, tokens=4)
+    buffer = make_buffer(ROUTED, layer, monkeypatch)
+    tokens = (layer.x, layer.topk_ids, layer.topk_weights)
+    views = (buffer.x.to("meta"), buffer.x_sf, buffer.topk_idx, buffer.topk_weights)
+    with pytest.raises(ValueError, match=f"^buf_x is on meta; allowed: {layer.x.device}, where x is"):
+        dg.mega_moe_pre_dispatch(*tokens, *views, num_tokens=4)
+    l1, l2 = transformed(layer)[0]
+    with pytest.raises(ValueError, match=f"^y is on meta; allowed: {layer.x.device}, where the buffer is"):
+        dg.fp8_fp4_mega_moe(nan_like(layer.x).to("meta"), l1, l2, buffer)
 
 
 class _Ranks:

@@ -127,7 +127,7 @@ def test_buffers_have_upstreams_parameters_and_attributes(file: str, root: Path)
 
 
 def test_every_exported_name_is_there() -> None:
-    assert dg.__version__ == "0.1.7"
+    assert dg.__version__ == patching.VERSION == "0.1.7"
     assert [name for name in dg.__all__ if not hasattr(dg, name)] == []
     assert set(patching.PATCHED_NAMES) <= set(dg.__all__)
 
@@ -383,6 +383,30 @@ def test_patch_takes_some_names(installed: Any) -> None:
     assert installed.transform_sf_into_required_layout is before
     with pytest.raises(ValueError, match="names has 'fp8_gemm_nt'; allowed"):
         dg.patch(installed, ["fp8_gemm_nt"])
+
+
+def test_patch_reaches_a_module_that_was_loaded_again(installed: Any) -> None:
+    """Another module of the same name, and the same one whose code ran once more."""
+    names = ("fp8_fp4_mega_moe", "transform_sf_into_required_layout")
+    second = ModuleType("deep_gemm")
+    vars(second).update({name: value for name, value in vars(installed).items() if name in (*names, "__version__")})
+    before = [getattr(second, name) for name in names]
+    dg.patch(installed)
+    dg.patch(second)
+    assert second.fp8_fp4_mega_moe is installed.fp8_fp4_mega_moe is dg.fp8_fp4_mega_moe
+    loaded_again = [lambda *_: "fused", lambda *_: "scales"]
+    for name, function in zip(names, loaded_again):
+        setattr(installed, name, function)
+    dg.patch(installed)
+    assert installed.fp8_fp4_mega_moe is dg.fp8_fp4_mega_moe
+    wrapper = installed.transform_sf_into_required_layout
+    assert wrapper(torch.ones(4, 4), 4, 512, (1, 128)) == "scales"
+    dg.patch(installed)
+    assert installed.transform_sf_into_required_layout is wrapper
+    second.fp8_fp4_mega_moe = loaded_again[0]  # and not patched since
+    dg.unpatch()
+    assert [getattr(installed, name) for name in names] == loaded_again
+    assert [getattr(second, name) for name in names] == [loaded_again[0], before[1]]
 
 
 @pytest.mark.parametrize("version", ["0.1.5.post1", "0.2.3", None])

@@ -11,9 +11,10 @@ import pytest
 import torch
 
 from megamoe import flashinfer as drop_in
-from megamoe.backends.base import UnsupportedError
+from megamoe.backends.base import LayerRequest, UnsupportedError
 from megamoe.flashinfer import Fp8QuantizationType as Fp8
 from megamoe.flashinfer import RoutingMethodType, pack_topk_ids, prepared_bytes
+from megamoe.flashinfer import layer as flashinfer_layer
 from megamoe.flashinfer.routing import Router, route
 from megamoe.kernels.layouts import trtllm
 from megamoe.oracle.downloads import OracleUnavailable
@@ -28,6 +29,7 @@ from megamoe.parameters import LayerParameters
 from megamoe.plain_weights import PlainWeights
 from megamoe.recipe import Recipe
 from megamoe.spec import LayerSpec
+from megamoe.workspace import Workspace
 
 TOKENS, HIDDEN, INTERMEDIATE, EXPERTS, TOP_K = 4, 128, 128, 4, 2
 MXFP4_MXFP8 = Recipe("fp8xfp4", "mx32", "trtllm_gen")
@@ -589,13 +591,72 @@ def test_a_graph_replays_new_tokens_and_weights_must_be_prepared_before(device: 
         drop_in.trtllm_fp4_block_scale_moe(**new, output=other)
 
 
-def test_another_default_backend_is_refused(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from megamoe.flashinfer.layer import require_served
-    from megamoe.recipe import Recipe
-    from megamoe.spec import LayerSpec
+@pytest.mark.parametrize("recipe", [MXFP4_MXFP8, NVFP4, MXFP8], ids=str)
+def test_rows_of_scales_that_are_no_whole_words(recipe: Recipe, device: str) -> None:
+    case = _case(recipe, device, hidden=160)
+    assert case.x.sf is not None
+    assert case.x.sf.shape[1] % 4
+    assert check(compare(case.output(_plain(case)), case.expected()), LIMITS[recipe]) is None
 
-    spec = LayerSpec(Recipe("fp8xfp4", "mx32", "trtllm_gen"), 128, 128, 2, 1)
-    require_served(spec, torch.device(device), 1)
+
+def test_support_is_asked_once_up_to_a_power_of_two_and_told_exactly(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+
+    def select(name: str, request: LayerRequest) -> None:
+        asked.append(request.max_tokens)
+        if request.max_tokens > 12:
+            raise UnsupportedError(f"{request.max_tokens} tokens are too many")
+
+    monkeypatch.setattr(flashinfer_layer, "select", select)
+    spec = LayerSpec(MXFP4_MXFP8, 128, 128, 2, 1)
+    flashinfer_layer._require_triton.cache_clear()
+    try:
+        for tokens in (0, 1, 5, 7, 8, 6):
+            flashinfer_layer.require_served(spec, torch.device("cpu"), tokens)
+        assert asked == [1, 8]
+        flashinfer_layer.require_served(spec, torch.device("cpu"), 12)
+        assert asked == [1, 8, 16, 12], "16 are not served, 12 are"
+        with pytest.raises(UnsupportedError, match="^13 tokens"):
+            flashinfer_layer.require_served(spec, torch.device("cpu"), 13)
+    finally:
+        flashinfer_layer._require_triton.cache_clear()
+
+
+def test_nothing_is_allocated_for_what_the_caller_has(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tokens, scales in whole words and ids are read where they lie; scales in other strides are copied."""
+    case = _case(MXFP4_MXFP8, device)
+    seen: list[Workspace] = []
+    allocate = Workspace.allocate.__func__  # type: ignore[attr-defined]
+
+    def watched(*arguments: Any, **options: Any) -> Workspace:
+        ws: Workspace = allocate(*arguments, **options)
+        if not ws.rows.is_meta:  # one only measured, before anything is served
+            seen.append(ws)
+        return ws
+
+    monkeypatch.setattr(Workspace, "allocate", classmethod(watched))
+    ids, weights = case.layer.topk_ids.int(), case.layer.topk_weights
+    scale = case.tokens()["hidden_states_scale"]
+    apart = torch.full((TOKENS, 3 * scale.shape[1]), 0xFF, dtype=torch.uint8, device=device).view(E4M3)
+    apart[:, : scale.shape[1]] = scale
+    outputs = [
+        case.output(_plain(case), topk_ids=(ids, weights), hidden_states_scale=given)
+        for given in (scale, apart[:, : scale.shape[1]])
+    ]
+    for name, tensor in (("x_q", case.x.q), ("topk_ids", ids), ("topk_weights", weights)):
+        assert getattr(seen[0], name).data_ptr() == tensor.data_ptr(), name
+    first, second = (ws.x_sf for ws in seen)
+    assert first is not None
+    assert first.data_ptr() == scale.data_ptr()
+    assert second is not None
+    assert second.is_contiguous()
+    assert_bytes_equal(second, first, "scales")
+    assert_bytes_equal(*outputs)
+
+
+def test_another_default_backend_is_refused(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = LayerSpec(MXFP4_MXFP8, 128, 128, 2, 1)
+    flashinfer_layer.require_served(spec, torch.device(device), 1)
     monkeypatch.setenv("MEGAMOE_BACKEND", "reference")
     with pytest.raises(UnsupportedError, match=r"'reference' \(asked for by MEGAMOE_BACKEND=reference\); megamoe"):
-        require_served(spec, torch.device(device), 1)
+        flashinfer_layer.require_served(spec, torch.device(device), 1)

@@ -84,6 +84,9 @@ def test_what_is_refused_is_named(device: str, monkeypatch: pytest.MonkeyPatch) 
     with pytest.raises(ValueError, match="^l1_weights is not what to_hopper_ returns"):
         dg.from_hopper_(l1, l2)
     assert_bytes_equal(l1[0], before, "nothing was written")
+    apart = torch.empty(l1[0].numel() + 8, dtype=torch.int8, device=device)[8:].view(l1[0].shape)
+    with pytest.raises(ValueError, match="^l1_weights: the weights begin at an address that is no multiple of 16"):
+        dg.to_hopper_((apart, l1[1]), l2)
     tiled = dg.to_hopper_(l1, l2)
     buffer, y = _buffer(monkeypatch), torch.full_like(layer.x, torch.nan)
     with pytest.raises(TypeError, match="^l2_weights is not in Hopper's order and the other one is"):
@@ -92,6 +95,55 @@ def test_what_is_refused_is_named(device: str, monkeypatch: pytest.MonkeyPatch) 
     with pytest.raises(ValueError, match="^l1_weights are in Hopper's order; allowed for them: an SM90SymmBuffer"):
         dg.fp8_fp4_mega_moe(y, *tiled, buffer)
     assert y.isnan().all()
+
+
+def test_the_way_back_is_checked_before_it_begins(device: str) -> None:
+    """What is wrong with the second pair leaves the first one as it is."""
+    l1, (codes, store) = dg.to_hopper_(*_transformed(_layer(FP4, 2, device)))
+    before = [tensor.clone() for tensor in (*l1, codes, store)]
+    apart = torch.empty(len(store) + 1, dtype=torch.uint8, device=device)[1:]
+    bad: list[tuple[Any, str]] = [
+        (
+            (codes, store[:-4]),
+            rf"\[1\] has {len(store) - 4} bytes; expected {len(store)}, E·rows·K/32 of l2_weights\[0\]",
+        ),
+        ((codes[:2], store), rf"\[1\] has {len(store)} bytes; expected {len(store) * 2 // 3}"),
+        (
+            (codes.view(3, 4, 4, 8192), store),
+            r"\[0\] has shape \(3, 4, 4, 8192\); expected \[E, rows/128, K/256, 16384\]",
+        ),
+        ((codes[:0], store[:0]), r"\[0\] has shape \(0, 4, 2, 16384\)"),
+        ((codes.mT.contiguous().mT, store), " has strides "),
+        ((codes, store.repeat_interleave(2)[::2]), " has strides "),
+        ((codes, apart), r" has strides .* begin 1 bytes into their memory"),
+        ((codes, store.to("meta")), rf"\[1\] is on meta; allowed: {codes.device}, where l2_weights\[0\] is"),
+        ((codes.view(torch.int8), store), " is not what to_hopper_ returns"),
+    ]
+    for l2, message in bad:
+        with pytest.raises(ValueError, match=f"^l2_weights{message}"):
+            dg.from_hopper_(l1, l2)
+    for tensor, wanted in zip((*l1, codes, store), before):
+        assert_bytes_equal(tensor, wanted, "nothing was written")
+
+
+@pytest.mark.parametrize("recipe", (FP4, FP8), ids=str)
+def test_options_share_the_tiers_memory(recipe: Recipe, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One workspace of the tier per buffer and recipe, whatever the clamps of its calls."""
+    ran: list[Any] = []
+    monkeypatch.setattr("megamoe.deep_gemm.fused.tier_unsupported_reason", lambda spec, arch: None)
+    monkeypatch.setattr("megamoe.deep_gemm.fused.run_tier", lambda tier, *_: ran.append(tier))
+    layer = _layer(recipe, 2, device)
+    l1, l2 = _transformed(layer)
+    if recipe == FP4:
+        l1, l2 = dg.to_hopper_(l1, l2)
+    buffer, y = _buffer(monkeypatch), torch.full_like(layer.x, torch.nan)
+    for clamp in (1.5, 2.5, 1.5):
+        clamped = dataclasses.replace(layer, spec=dataclasses.replace(layer.spec, activation_clamp=clamp))
+        _call(clamped, buffer, l1, l2, y)
+    assert len(buffer.prepared) == 2
+    assert len(ran) == 3
+    assert {id(tier) for tier in ran} == {id(ran[0])}
+    assert ran[0].rows.untyped_storage().data_ptr() == buffer.buffer.untyped_storage().data_ptr()
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is here")

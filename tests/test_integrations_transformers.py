@@ -192,6 +192,33 @@ def test_weights_are_prepared_once_and_again_when_they_change(
     assert found() is None, "forgotten with the module"
 
 
+def test_the_smaller_workspace_goes_before_the_larger_one_comes(
+    registered: Transformers, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = _experts(registered, "Qwen3MoeExperts", device)
+    inputs, more = _inputs(device), _inputs(device, 17)
+    with torch.no_grad():
+        module(*inputs)
+        smaller = weakref.ref(adapter._PREPARED[module].layer)  # type: ignore[arg-type]
+        make, there = megamoe.MegaMoE, []
+
+        def made(*arguments: Any, **options: Any) -> megamoe.MegaMoE:
+            gc.collect()
+            there.append(smaller())
+            return make(*arguments, **options)
+
+        monkeypatch.setattr(megamoe, "MegaMoE", made)
+        module(*more)
+    assert there == [None]
+
+
+def test_the_activation_is_checked_on_the_cpu(registered: Transformers, device: str) -> None:
+    """Also under a default device that has no numbers."""
+    module = _experts(registered, "GptOssExperts", device)
+    with torch.device("meta"):
+        assert adapter._activation(module, interleaved=True)["activation"] == "swigluoai"
+
+
 def test_gradients_are_refused_not_lost(registered: Transformers, device: str) -> None:
     module = _experts(registered, "Qwen3MoeExperts", device)
     with pytest.raises(RuntimeError, match=r"^megamoe computes no gradients: .*inference_mode"):
@@ -211,6 +238,7 @@ def _set(**attributes: object) -> Callable[[Any], None]:
     [
         ("Qwen3MoeExperts", _set(act_fn=torch.nn.GELU()), "computes another activation than its attributes say"),
         ("GptOssExperts", _set(_apply_gate=lambda gate_up: gate_up[:, :8]), "computes another activation"),
+        ("Qwen3MoeExperts", _set(_apply_gate=None), "has no method _apply_gate, by which its activation is checked"),
         ("Qwen3MoeExperts", _set(has_gate=False), "has no gate"),
         ("Qwen3MoeExperts", _set(down_proj=None), "has no tensor down_proj"),
         ("Qwen3MoeExperts", lambda module: module.half(), "has torch.float16 weights with"),

@@ -201,8 +201,11 @@ def test_the_buffer_holds_ue8m0_scales_on_every_gpu(sm: int, engine: Path, monke
     overlay = _wrappers()._import_deep_gemm()
     buffer = overlay.get_symm_buffer_for_mega_moe(None, E, 16, K, H, I)
     assert (buffer.x_sf.dtype, tuple(buffer.x_sf.shape)) == (torch.int32, (384, H // 128))
-    with pytest.raises(ValueError, match="^use_fp8_dispatch is False"):
+    with pytest.raises(ValueError, match="^use_fp8_dispatch is False; with mma_type='fp8xfp4' allowed: None, True"):
         overlay.get_symm_buffer_for_mega_moe(None, E, 16, K, H, I, use_fp8_dispatch=False)
+    with pytest.warns(DeprecationWarning, match="use_fp8_dispatch is superseded by mma_type") as warned:
+        overlay.get_symm_buffer_for_mega_moe(None, E, 16, K, H, I, use_fp8_dispatch=True)
+    assert warned[0].filename == __file__, "told to who passes it"
 
 
 def test_registering_twice_changes_nothing(engine: Path) -> None:

@@ -10,7 +10,7 @@ from megamoe import formats, shared_fusion
 from megamoe.oracle.metrics import LIMITS, assert_bytes_equal, check, compare
 from megamoe.oracle.public_arguments import weight_arguments
 from megamoe.oracle.random_layers import random_layer
-from megamoe.oracle.reference.mxfp4_requant import dequantize_blocks, mxfp4_requant_reference
+from megamoe.oracle.reference.mxfp4_requant import mxfp4_requant_reference
 from megamoe.oracle.reference.quantizers import BlockFormat, dequantize_weight
 from megamoe.recipe import Recipe
 from megamoe.shared_fusion import (
@@ -102,7 +102,7 @@ def test_expanded_scales_lose_nothing(block: tuple[int, int]) -> None:
     shape = (-(-130 // block[0]), -(-160 // block[1]))
     exponents = torch.arange(shape[0] * shape[1]).reshape(shape) * 7 - 12
     scale = torch.exp2(exponents.float())
-    expected = dequantize_blocks(weight, scale, block)
+    expected = dequantize_weight(weight, scale, BlockFormat("e4m3", "fp32", *block))
     for given in (scale, scale.to(torch.float8_e8m0fnu)):
         sf = expand_block_scales(weight, given, block)
         assert (sf.dtype, tuple(sf.shape), sf.is_contiguous()) == (torch.uint8, (130, 5), True)
@@ -176,6 +176,11 @@ def test_slots_and_their_weights() -> None:
 def test_bad_slots(options: dict[str, object], words: str) -> None:
     with pytest.raises(ValueError, match=f"^{words}"):
         append_shared_slots(torch.zeros(1, 1).int(), torch.ones(1, 1), **{"num_experts": 4, **options})  # type: ignore[arg-type]
+
+
+def test_slots_elsewhere() -> None:
+    with pytest.raises(ValueError, match="^topk_weights is on meta; allowed: cpu$"):
+        append_shared_slots(torch.zeros(1, 1).int(), torch.ones(1, 1, device="meta"), num_experts=4)
 
 
 @pytest.mark.parametrize("scaled", ["output", "topk"])

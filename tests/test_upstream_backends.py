@@ -14,7 +14,7 @@ from megamoe.backends import flashinfer_trtllm, select, unsupported_reason
 from megamoe.backends.base import LayerRequest, UnsupportedError
 from megamoe.backends.deep_gemm import BACKEND as DEEP_GEMM
 from megamoe.backends.flashinfer_trtllm import BACKEND as FLASHINFER
-from megamoe.backends.upstream import scaled_weights
+from megamoe.backends.upstream import UpstreamLayer
 from megamoe.formats import round_to_fp32
 from megamoe.oracle.deep_gemm import sm90_fused, sm100_fused
 from megamoe.oracle.metrics import assert_bytes_equal
@@ -113,7 +113,9 @@ def test_a_deep_gemm_layer_passes_on_dense_rows_int32_ids_and_scaled_weights(mon
     ((x, passed_ids, weights),) = opened._fused.calls  # type: ignore[attr-defined]
     assert x.is_contiguous()
     assert passed_ids.dtype == torch.int32
-    expected = scaled_weights(ids, layer.topk_weights, layer.parameters)
+    scales = layer.parameters.expert_scales
+    assert scales is not None
+    expected = torch.where(ids < 4, layer.topk_weights * scales[ids.clamp_max(3)], layer.topk_weights) * 2.5
     assert_bytes_equal(weights, expected, "weights")
     assert_bytes_equal(output, (layer.x.float() * expected.sum(-1, keepdim=True)).bfloat16(), "output")
     assert opened.skipped_ids == 1
@@ -123,8 +125,11 @@ def test_a_deep_gemm_layer_passes_on_dense_rows_int32_ids_and_scaled_weights(mon
 def test_weights_are_scaled_by_global_id_then_by_the_factor() -> None:
     ids = torch.tensor([[0, 2, -1, 7]])
     parameters = LayerParameters(expert_scales=torch.tensor([2.0, 3.0, 5.0]), routed_scaling_factor=10.0)
-    scaled = scaled_weights(ids, torch.tensor([[1.0, 1.0, 1.0, 1.0]]), parameters)
+    request, ones = _request(FP8, "cpu", num_experts=3), torch.ones(1, 4)
+    known, scaled = UpstreamLayer(request, parameters)._routing(ids, ones)
+    assert known.tolist() == [[0, 2, -1, -1]]
     assert scaled.tolist() == [[20.0, 50.0, 10.0, 10.0]]
+    assert UpstreamLayer(request, LayerParameters())._routing(ids, ones)[1] is ones, "without factors, as they are"
 
 
 @dataclass(frozen=True)

@@ -11,15 +11,16 @@ from __future__ import annotations
 import torch
 
 from megamoe.kernels.hopper.weights import (
-    MAX_SPAN,
     TILE_COLUMNS,
     TILE_ROWS,
     HopperMatrix,
     from_hopper,
-    spans,
+    scales_unsupported_reason,
     to_hopper,
 )
 from megamoe.kernels.layouts.scale_atoms import from_atom_order, to_atom_order
+
+_ALIGNMENT = 16  # TMA's, of an address in bytes
 
 
 def matrix_view(codes: torch.Tensor, store: torch.Tensor) -> HopperMatrix:
@@ -38,16 +39,22 @@ def unsupported_reason(codes: torch.Tensor, words: torch.Tensor) -> str | None:
         return f"{rows} rows × {2 * half} columns are not whole tiles of {TILE_ROWS} × {TILE_COLUMNS}"
     if not codes.is_contiguous() or not words.mT.is_contiguous():
         return "the weights or their scales are not contiguous"
+    for what, tensor in (("weights", codes), ("scales", words)):
+        if tensor.data_ptr() % _ALIGNMENT:
+            return f"the {what} begin at an address that is no multiple of {_ALIGNMENT} bytes, as TMA wants it"
     for expert in range(experts):
-        widest = int(spans(_scales(words[expert], rows, half)).max())
-        if widest > MAX_SPAN:
-            return f"scales of expert {expert} span {widest} binades in one row; allowed: {MAX_SPAN}"
+        reason = scales_unsupported_reason(_scales(words[expert], rows, half))
+        if reason is not None:
+            return f"scales of expert {expert} {reason}"
     return None
 
 
-def to_hopper_in_place(codes: torch.Tensor, words: torch.Tensor, *, pair_columns: bool) -> HopperMatrix:
+def to_hopper_in_place(
+    codes: torch.Tensor, words: torch.Tensor, *, pair_columns: bool
+) -> tuple[HopperMatrix, torch.Tensor]:
     """E2M1 codes uint8 [E, N, K/2] and UE8M0 words int32 [E, N, K/128] in atom order (DeepGEMM's transformed weights)
-    → the matrix, in their memory. `unsupported_reason` must be None. Extra memory: one expert, and fp32 [E, N]."""
+    → the matrix, in their memory, and the scales' part of that, uint8 [E·N·K/32]. `unsupported_reason` must be None.
+    Extra memory: one expert, and fp32 [E, N]."""
     experts, rows, half = codes.shape
     store = words.mT.flatten().view(torch.uint8)
     tiled = codes.view(experts, rows // TILE_ROWS, 2 * half // TILE_COLUMNS, -1)
@@ -57,7 +64,7 @@ def to_hopper_in_place(codes: torch.Tensor, words: torch.Tensor, *, pair_columns
         one = to_hopper(codes[expert : expert + 1], _scales(words[expert], rows, half)[None], pair_columns=pair_columns)
         tiled[expert], matrix.spans[expert], row_scale[expert] = one.codes[0], one.spans[0], one.row_scale[0]
     matrix.row_scale.copy_(row_scale)
-    return matrix
+    return matrix, store
 
 
 def from_hopper_in_place(

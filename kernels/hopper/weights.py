@@ -26,6 +26,8 @@ import torch
 TILE_ROWS = 128
 TILE_COLUMNS = 256
 MAX_SPAN = 11
+_NAN = 255
+_MAX_SMALLEST = 249  # above it a row's factor, 2^(byte − 122), is no fp32 number
 _BIAS = 5  # a code's table entry at distance 0 is the value · 2^-5
 
 
@@ -49,17 +51,26 @@ def k_order(device: torch.device | str = "cpu") -> torch.Tensor:
     return 32 * c + 8 * j + 4 * h + i
 
 
-def spans(scales: torch.Tensor) -> torch.Tensor:
-    """Binades that each row's UE8M0 bytes [.., N, K/32] span."""
-    return scales.amax(-1).int() - scales.amin(-1).int()
+def scales_unsupported_reason(scales: torch.Tensor) -> str | None:
+    """What keeps UE8M0 bytes [.., N, K/32] from being held exactly, to be read behind their name; None where nothing
+    does. Waits for the GPU, once."""
+    smallest, largest = scales.amin(-1).int(), scales.amax(-1).int()
+    widest, most, last = torch.stack([(largest - smallest).max(), smallest.max(), largest.max()]).tolist()
+    if last == _NAN:
+        return f"have NaN, byte {_NAN}"
+    if widest > MAX_SPAN:
+        return f"span {widest} binades in one row; allowed: {MAX_SPAN}"
+    if most > _MAX_SMALLEST:
+        return f"are bytes of {most} and more in a whole row; a row's smallest may be {_MAX_SMALLEST}"
+    return None
 
 
 def to_hopper(codes: torch.Tensor, scales: torch.Tensor, *, pair_columns: bool = False) -> HopperMatrix:
     """Packed E2M1 uint8 [E, N, K/2] and UE8M0 uint8 [E, N, K/32] → tiles; N % 128 = K % 256 = 0.
 
     `pair_columns` puts rows 2g and 2g + 1 of each 16 at g and g + 8, whose sums one thread holds, so that GEMM 2 stores
-    neighbouring columns together. One expert at a time: that is the extra memory. `ValueError` where a row spans more
-    than 11 binades: those layers keep the portable path.
+    neighbouring columns together. One expert at a time: that is the extra memory. `ValueError` where scales can't be
+    held exactly (`scales_unsupported_reason`): those layers keep the portable path.
     """
     experts, rows, half = codes.shape
     tiles, blocks = rows // TILE_ROWS, 2 * half // TILE_COLUMNS
@@ -72,11 +83,11 @@ def to_hopper(codes: torch.Tensor, scales: torch.Tensor, *, pair_columns: bool =
         expert_codes, expert_scales = codes[expert], scales[expert]
         if pair_columns:
             expert_codes, expert_scales = _pair(expert_codes), _pair(expert_scales)
+        reason = scales_unsupported_reason(expert_scales)
+        if reason is not None:
+            raise ValueError(f"scales of expert {expert} {reason}")
         smallest = expert_scales.amin(-1)
         distances = expert_scales - smallest[:, None]
-        if int(distances.max()) > MAX_SPAN:
-            raise ValueError(f"scales of expert {expert} span {int(distances.max())} binades in one row; "
-                             f"allowed: {MAX_SPAN}")  # fmt: skip
         out.codes[expert] = _tile_codes(expert_codes).view(tiles, blocks, -1)
         out.spans[expert] = _tile_spans(distances).view(tiles, blocks, -1)
         out.row_scale[expert] = torch.exp2(smallest.double() - 127 + _BIAS).float()

@@ -8,7 +8,7 @@ from megamoe.backends.base import LayerRequest
 from megamoe.debug import Routing, Stage, quantized_stage, row_stages
 from megamoe.kernels.hopper.config import unsupported_reason
 from megamoe.kernels.hopper.layer import HopperWorkspace, plain_weights, prepare_hopper, run_hopper_layer
-from megamoe.kernels.hopper.weights import MAX_SPAN, spans
+from megamoe.kernels.hopper.weights import scales_unsupported_reason
 from megamoe.parameters import LayerParameters
 from megamoe.plain_weights import PlainWeights
 from megamoe.weights import MoEWeights, plain_scales
@@ -28,9 +28,9 @@ def hopper_unsupported_reason(request: LayerRequest, weights: MoEWeights, parame
     if request.spec.traits.weight == "e4m3":
         return _strided_reason(weights)
     for name, scale in zip(("w13_scale", "w2_scale"), plain_scales(weights)):
-        widest = int(spans(scale).max())
-        if widest > MAX_SPAN:
-            return f"{name} spans {widest} binades in one row; allowed: {MAX_SPAN}"
+        reason = scales_unsupported_reason(scale)
+        if reason is not None:
+            return f"the scales in {name} {reason}"
     return None
 
 

@@ -6,7 +6,7 @@ import torch
 
 from megamoe.backends.base import LayerRequest, UnsupportedError
 from megamoe.debug import Routing, Stage
-from megamoe.oracle.reference import known_ids
+from megamoe.oracle.reference import known_ids, slot_weights
 from megamoe.parameters import LayerParameters
 from megamoe.spec import LayerSpec
 from megamoe.weights import MoEWeights
@@ -54,17 +54,6 @@ def refuse_strides(backend: str, weights: MoEWeights) -> None:
                 )
 
 
-def scaled_weights(topk_ids: torch.Tensor, topk_weights: torch.Tensor, parameters: LayerParameters) -> torch.Tensor:
-    """Top-k weights times expert_scales and the routed scaling factor, one product each."""
-    scales = parameters.expert_scales
-    if scales is not None:
-        known = (topk_ids >= 0) & (topk_ids < len(scales))
-        topk_weights = torch.where(known, topk_weights * scales[torch.where(known, topk_ids, 0).long()], topk_weights)
-    if parameters.routed_scaling_factor != 1:
-        topk_weights = topk_weights * parameters.routed_scaling_factor
-    return topk_weights
-
-
 class UpstreamLayer:
     """What every layer of upstream's does around its one call: weigh the slots, count the ids that it skips."""
 
@@ -81,6 +70,11 @@ class UpstreamLayer:
 
     def _routing(self, topk_ids: torch.Tensor, topk_weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """(ids int32 that are −1 or an expert's, weights) [T, K] for upstream's kernel."""
-        self._skipped = ((topk_ids < -1) | (topk_ids >= self._spec.num_experts)).sum()
-        ids = known_ids(topk_ids, self._spec.num_experts)
-        return ids, scaled_weights(topk_ids, topk_weights, self._parameters)
+        num_experts, parameters = self._spec.num_experts, self._parameters
+        self._skipped = ((topk_ids < -1) | (topk_ids >= num_experts)).sum()
+        if parameters.expert_scales is not None or parameters.routed_scaling_factor != 1:
+            topk_weights = slot_weights(
+                topk_ids, topk_weights, num_experts=num_experts, expert_scales=parameters.expert_scales,
+                routed_scaling_factor=parameters.routed_scaling_factor,
+            )  # fmt: skip
+        return known_ids(topk_ids, num_experts), topk_weights

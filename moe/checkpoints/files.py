@@ -50,7 +50,7 @@ class Checkpoint:
 
     def describe(self, name: str) -> tuple[str, tuple[int, ...]]:
         """(type as safetensors names it: "F8_E4M3", "I8", …; shape), from the header alone."""
-        header = self._file_of(name).get_slice(name)
+        header = self._from_file(name, "get_slice")
         return header.get_dtype(), tuple(header.get_shape())
 
     def expect(self, name: str, dtypes: Sequence[str], shape: tuple[int, ...], axes: str) -> None:
@@ -65,7 +65,7 @@ class Checkpoint:
 
     def tensor(self, name: str) -> torch.Tensor:
         """The tensor on the CPU, backed by the mapped file."""
-        return self._file_of(name).get_tensor(name)
+        return self._from_file(name, "get_tensor")
 
     def setting(self, *names: str, default: Any = None) -> Any:
         """The first of these fields that config.json has, else `default`; without one, `CheckpointError`."""
@@ -91,8 +91,13 @@ class Checkpoint:
             raise CheckpointError(f"{self.folder} has no *.safetensors files; it has {present}")
         return {name: file for file, mapped in found.items() for name in mapped.keys()}  # noqa: SIM118
 
-    def _file_of(self, name: str) -> Any:
-        return self._mapped(self._files[name])
+    def _from_file(self, name: str, method: str) -> Any:
+        """`method` of the opened file that has `name`; an index may name a file that has it not."""
+        file = self._files[name]
+        try:
+            return getattr(self._mapped(file), method)(name)
+        except self._library.SafetensorError as error:
+            raise CheckpointError(f"{self.folder / file} has no readable {name}, expected there: {error}") from error
 
     def _mapped(self, file: str) -> Any:
         if file not in self._open:

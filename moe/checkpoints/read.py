@@ -23,12 +23,12 @@ def read_layer(folder: Path | str, layer: int, device: torch.device | str = "cpu
     """
     validation.check_count("layer", layer, 0)
     checkpoint = Checkpoint(folder)
-    layers: dict[int, object] = {}
+    layers: set[int] = set()
     for family in FAMILIES:
         for match in filter(None, map(family.LAYER_NAMES.fullmatch, checkpoint.names)):
             if int(match[1]) == layer:
                 return family.read(checkpoint, layer, torch.device(device))
-            layers[int(match[1])] = family
+            layers.add(int(match[1]))
     if layers:
         raise CheckpointError(
             f"layer {layer} of {folder} has no experts; MoE layers there: {shortened([str(n) for n in sorted(layers)])}"

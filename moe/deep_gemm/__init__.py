@@ -35,7 +35,7 @@ from megamoe.deep_gemm.buffers import (
 from megamoe.deep_gemm.device import get_num_sms, set_num_sms
 from megamoe.deep_gemm.fused import bf16_mega_moe, fp8_fp4_mega_moe, fp8_mega_moe, nvfp4_mega_moe
 from megamoe.deep_gemm.hopper_order import from_hopper_, to_hopper_
-from megamoe.deep_gemm.patching import patch, stand_in, unpatch
+from megamoe.deep_gemm.patching import VERSION, patch, stand_in, unpatch
 from megamoe.deep_gemm.pre_dispatch import mega_moe_pre_dispatch, mega_moe_pre_dispatch_sm90
 from megamoe.deep_gemm.scale_layout import transform_sf_into_required_layout
 from megamoe.deep_gemm.testing import calc_diff
@@ -49,7 +49,7 @@ from megamoe.deep_gemm.utils import (
 )
 from megamoe.deep_gemm.weights import transform_weights_for_mega_moe, transform_weights_for_mega_moe_sm90
 
-__version__ = "0.1.7"
+__version__ = VERSION
 """Of the contract, which callers ask about; this package's own is `megamoe.__version__`."""
 
 _pretend_sm: int | None = None

@@ -54,11 +54,12 @@ def on_device(
     shape: tuple[int, ...] | None = None,
     rank: int | None = None,
     layout: Layout = "contiguous",
+    owner: str = "the buffer",
 ) -> torch.Tensor:
-    """`check_tensor` for tensors that belong to a buffer on `device`."""
+    """`check_tensor` for tensors that belong to `owner`, which is on `device`."""
     tensor = check_tensor(name, value, dtypes=dtypes, shape=shape, rank=rank, axes=axes, layout=layout)
     if tensor.device != device:
-        raise ValueError(f"{name} is on {tensor.device}; allowed: {device}, where the buffer is")
+        raise ValueError(f"{name} is on {tensor.device}; allowed: {device}, where {owner} is")
     return tensor
 
 

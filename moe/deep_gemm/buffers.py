@@ -34,7 +34,10 @@ _UPSTREAM_NAMES = {
 
 
 class _Buffer:
-    """What both classes have: the allocation, its layout, and what calls have prepared for it."""
+    """What both classes have: the allocation, its layout, and what calls have prepared for it.
+
+    prepared: by a call's options. scratch: memory beside the allocation, which calls of all options share.
+    """
 
     buffer: Any
     handle: Any
@@ -43,11 +46,13 @@ class _Buffer:
     x_sf: Any
     layout: BufferLayout
     prepared: dict[Any, Any]
+    scratch: dict[Any, Any]
 
     def _allocate(self, group: Group | None, layout: BufferLayout) -> None:
         self.group = group
         self.layout = layout
         self.prepared = {}
+        self.scratch = {}
         # Zero, as upstream's: what a caller does not write names expert 0 with weight 0.
         self.buffer = torch.zeros(layout.nbytes, dtype=torch.int8, device=buffer_device())
         self.handle = SimpleNamespace(buffer_ptrs=[self.buffer.data_ptr()])
@@ -62,6 +67,7 @@ class _Buffer:
         self.x = None
         self.x_sf = None
         self.prepared.clear()
+        self.scratch.clear()
 
 
 class SymmBuffer(_Buffer):
@@ -186,14 +192,7 @@ def get_symm_buffer_for_mega_moe(
     them on Hopper. `use_fp8_dispatch` is superseded by `mma_type`: accepted with a `DeprecationWarning` where both say
     the same, else `ValueError`.
     """
-    check_choice("mma_type", mma_type, SM100_KINDS)
-    if use_fp8_dispatch is not None:
-        consistent = mma_type.startswith("fp8x")
-        if use_fp8_dispatch is not consistent:
-            raise ValueError(
-                f"use_fp8_dispatch is {use_fp8_dispatch!r}; with mma_type={mma_type!r} allowed: None, {consistent}"
-            )
-        warnings.warn("use_fp8_dispatch is superseded by mma_type", DeprecationWarning, stacklevel=2)
+    check_fp8_dispatch(use_fp8_dispatch, mma_type)
     sizes = (num_experts, num_max_tokens_per_rank, num_topk, hidden, intermediate_hidden)
     if capability_major() == 9 and mma_type == "fp8xfp4":
         if num_shared_experts != 0:
@@ -203,6 +202,20 @@ def get_symm_buffer_for_mega_moe(
             )
         return get_symm_buffer_for_sm90_mega_moe(group, *sizes, True, activation)
     return SymmBuffer(group, *sizes, num_shared_experts, mma_type, activation)
+
+
+def check_fp8_dispatch(use_fp8_dispatch: bool | None, mma_type: str) -> None:
+    """`mma_type`, and the older argument beside it: None, or the same with a `DeprecationWarning` to the caller's
+    caller. `ValueError` for anything else."""
+    check_choice("mma_type", mma_type, SM100_KINDS)
+    if use_fp8_dispatch is None:
+        return
+    consistent = mma_type.startswith("fp8x")
+    if use_fp8_dispatch is not consistent:
+        raise ValueError(
+            f"use_fp8_dispatch is {use_fp8_dispatch!r}; with mma_type={mma_type!r} allowed: None, {consistent}"
+        )
+    warnings.warn("use_fp8_dispatch is superseded by mma_type", DeprecationWarning, stacklevel=3)
 
 
 def _shape(num_experts: int, tokens: int, top_k: int, hidden: int, intermediate: int) -> dict[str, int]:

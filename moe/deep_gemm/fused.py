@@ -1,8 +1,10 @@
 """The fused calls under upstream's names: what a buffer holds, through the experts, into `y`.
 
-Source of the contract: `sgl-deep-gemm` 0.1.7. The weights are read in upstream's bytes, as they are. A call makes the
-routing plan, GEMM 1, GEMM 2 and the combine in four launches on the current stream. It waits for nothing and allocates
-nothing, so that it can be captured in a CUDA graph after one call of its shape; that first call compiles.
+Source of the contract: `sgl-deep-gemm` 0.1.7. The weights are read as they are: in upstream's bytes or, MXFP4 on
+Hopper, in the order that `to_hopper_` gave them. A call makes the routing plan, GEMM 1, GEMM 2 and the combine in four
+launches on the current stream; the SM90 tier takes five, since it moves tokens to the rows of their experts first, and
+the statistics two more. It waits for nothing and allocates nothing, so that it can be captured in a CUDA graph after
+one call of its shape and options; that first call compiles.
 """
 
 from __future__ import annotations
@@ -283,13 +285,34 @@ def _prepare(
     if traits(recipe).token_scale:
         # Tokens that were quantized without an outer scale have the factor 1.
         scales = buffer.layout.region("x_scales").of(buffer.buffer)
-        x_scale = scales if use_x_scales else torch.ones_like(scales)
+        x_scale = scales if use_x_scales else _ones(buffer, scales)
     arch = architecture(device) if backend == "triton" else 0
     workspace = workspace_of(buffer.layout, buffer.buffer, spec, x_scale)
-    tier = allocate_tier(spec, arch, workspace) if tiled or recipe == _FP8 else None
+    tier = _tier(buffer, spec, arch, workspace) if tiled or recipe == _FP8 else None
     found = _Prepared(spec, parameters, workspace, backend, arch, tier)
     buffer.prepared[key] = found
     return found
+
+
+def _ones(buffer: SymmBuffer | SM90SymmBuffer, scales: torch.Tensor) -> torch.Tensor:
+    """One tensor for all calls without `use_x_scales`."""
+    if "ones" not in buffer.scratch:
+        buffer.scratch["ones"] = torch.ones_like(scales)
+    ones: torch.Tensor = buffer.scratch["ones"]
+    return ones
+
+
+def _tier(
+    buffer: SymmBuffer | SM90SymmBuffer, spec: LayerSpec, arch: int, workspace: Workspace
+) -> HopperWorkspace | None:
+    """The tier's memory: one for all activations and clamps, on which neither its sizes nor its contents depend. None
+    where the tier cannot run `spec`."""
+    if tier_unsupported_reason(spec, arch) is not None:
+        return None
+    if spec.recipe not in buffer.scratch:
+        buffer.scratch[spec.recipe] = allocate_tier(spec, workspace)
+    tier: HopperWorkspace = buffer.scratch[spec.recipe]
+    return tier
 
 
 def _in_place(routed: ExpertMatrices) -> bool:

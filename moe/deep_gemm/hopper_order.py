@@ -16,6 +16,8 @@ from megamoe.deep_gemm.arguments import on_device, pair
 
 WeightPair = tuple[torch.Tensor, torch.Tensor]
 _NAMES = ("l1_weights", "l2_weights")
+_TILE_BYTES = 16384  # 128 rows × 256 columns of codes
+_CODE_BYTES_PER_SCALE = 16  # 32 codes
 
 
 def to_hopper_(l1_weights: WeightPair, l2_weights: WeightPair) -> tuple[WeightPair, WeightPair]:
@@ -25,7 +27,8 @@ def to_hopper_(l1_weights: WeightPair, l2_weights: WeightPair) -> tuple[WeightPa
     `transform_weights_for_mega_moe` returns them; H and I multiples of 256. Returns (codes uint8 [E, rows/128, K/256,
     16384], scales' memory uint8 [E·rows·K/32]) of each: the same memory. Extra memory: one expert, fp32 [E, rows].
     Waits for the GPU. Raises `ValueError`/`TypeError` naming the argument, before anything is written, also where the
-    scales of a row span more than 11 binades: such weights stay as they are.
+    scales of a row span more than 11 binades or are all above 2^122, and where an address is no multiple of 16 bytes:
+    such weights stay as they are.
     """
     from megamoe.kernels.hopper import in_place
 
@@ -36,18 +39,18 @@ def to_hopper_(l1_weights: WeightPair, l2_weights: WeightPair) -> tuple[WeightPa
             raise ValueError(f"{name}: {reason}")
     found: list[WeightPair] = []
     for (codes, words), pair_columns in zip(matrices, (False, True)):
-        tiled = in_place.to_hopper_in_place(codes, words, pair_columns=pair_columns)
-        found.append((tiled.codes, words.mT.flatten().view(torch.uint8)))
+        tiled, store = in_place.to_hopper_in_place(codes, words, pair_columns=pair_columns)
+        found.append((tiled.codes, store))
     return found[0], found[1]
 
 
 def from_hopper_(l1_weights: WeightPair, l2_weights: WeightPair) -> tuple[WeightPair, WeightPair]:
-    """The inverse of `to_hopper_`, byte for byte, in place."""
+    """The inverse of `to_hopper_`, byte for byte, in place. Raises `ValueError` naming the argument, before anything is
+    written."""
     from megamoe.kernels.hopper import in_place
 
     for name, value in zip(_NAMES, (l1_weights, l2_weights)):
-        if not is_tiled(value):
-            raise ValueError(f"{name} is not what to_hopper_ returns: (uint8 of four dimensions, uint8 of one)")
+        _check_tiled(name, value)
     found: list[WeightPair] = []
     for (tiles, store), pair_columns in zip((l1_weights, l2_weights), (False, True)):
         codes, words = in_place.from_hopper_in_place(tiles, store, pair_columns=pair_columns)
@@ -83,6 +86,25 @@ def read_tiled(values: tuple[Any, Any], device: torch.device, *, experts: int, h
         store = on_device(f"{name}[1]", value[1], device, (torch.uint8,), "[E·rows·K/32]", shape=size)
         matrices.append(matrix_view(codes, store))
     return HopperWeights(*matrices)
+
+
+def _check_tiled(name: str, value: Any) -> None:
+    """Everything that would stop `from_hopper_in_place` halfway."""
+    if not is_tiled(value):
+        raise ValueError(f"{name} is not what to_hopper_ returns: (uint8 of four dimensions, uint8 of one)")
+    codes, store = value
+    if codes.shape[-1] != _TILE_BYTES or codes.numel() == 0:
+        raise ValueError(f"{name}[0] has shape {tuple(codes.shape)}; expected [E, rows/128, K/256, {_TILE_BYTES}]")
+    if store.numel() != codes.numel() // _CODE_BYTES_PER_SCALE:
+        wanted = codes.numel() // _CODE_BYTES_PER_SCALE
+        raise ValueError(f"{name}[1] has {store.numel()} bytes; expected {wanted}, E·rows·K/32 of {name}[0]")
+    if not codes.is_contiguous() or not store.is_contiguous() or store.storage_offset() % 4:
+        raise ValueError(
+            f"{name} has strides {codes.stride()} and {store.stride()}, its scales begin {store.storage_offset()} "
+            "bytes into their memory; expected contiguous tensors, the scales at a multiple of 4"
+        )
+    if codes.device != store.device:
+        raise ValueError(f"{name}[1] is on {store.device}; allowed: {codes.device}, where {name}[0] is")
 
 
 def _read(name: str, value: object) -> tuple[torch.Tensor, torch.Tensor]:

@@ -35,7 +35,8 @@ PATCHED_NAMES = (
 )
 """What `patch` replaces: MegaMoE's names. The SM budget stays upstream's, whose GEMMs obey it."""
 
-_originals: dict[tuple[str, str], tuple[ModuleType, Any]] = {}
+_originals: list[tuple[ModuleType, str, Any]] = []
+"""What `patch` replaced, in that order; a module that was loaded again is there twice."""
 
 
 def version_unsupported_reason(module: ModuleType) -> str | None:
@@ -58,9 +59,9 @@ def patch(module: ModuleType | None = None, names: Sequence[str] | None = None) 
     """Put our functions and classes into an installed `deep_gemm` (None: import it), its `mega` included.
 
     `names`: some of `PATCHED_NAMES`; None: all. Its GEMMs and attention kernels are left alone. Code that took a name
-    with `from deep_gemm import …` before keeps upstream's. A second call changes nothing. Raises `UnsupportedError` for
-    another version than 0.1.7, `ImportError` where none is installed (`stand_in` is for that), `ValueError` for unknown
-    names.
+    with `from deep_gemm import …` before keeps upstream's. A second call changes nothing, unless the module was loaded
+    again. Raises `UnsupportedError` for another version than 0.1.7, `ImportError` where none is installed (`stand_in`
+    is for that), `ValueError` for unknown names.
     """
     unknown = sorted(set(names or ()) - set(PATCHED_NAMES))
     if unknown:
@@ -73,18 +74,24 @@ def patch(module: ModuleType | None = None, names: Sequence[str] | None = None) 
         raise UnsupportedError(reason)
     for name in PATCHED_NAMES if names is None else names:
         for home in (target, getattr(target, "mega", None)):
-            key = (getattr(home, "__name__", ""), name)
-            if isinstance(home, ModuleType) and hasattr(home, name) and key not in _originals:
+            if isinstance(home, ModuleType) and hasattr(home, name) and not _has_ours(home, name):
                 original = getattr(home, name)
-                _originals[key] = (home, original)
+                _originals.append((home, name, original))
                 setattr(home, name, replacement(name, original))
 
 
 def unpatch() -> None:
-    """Undo `patch`."""
-    for (_, name), (home, original) in _originals.items():
-        setattr(home, name, original)
+    """Undo `patch`; what was loaded again since then is upstream's already and stays."""
+    for home, name, original in reversed(_originals):
+        if _has_ours(home, name):
+            setattr(home, name, original)
     _originals.clear()
+
+
+def _has_ours(home: ModuleType, name: str) -> bool:
+    """Whether `home` has what `replacement` returned, bare or wrapped."""
+    ours, found = getattr(sys.modules[_PACKAGE], name), getattr(home, name, None)
+    return found is ours or getattr(found, "__wrapped__", None) is ours
 
 
 def stand_in() -> bool:

@@ -6,6 +6,9 @@ One launch on the current stream; on CPU tensors without Triton's interpreter, t
 
 from __future__ import annotations
 
+import functools
+from typing import Any
+
 import torch
 
 from megamoe.backends.base import UnsupportedError
@@ -110,31 +113,31 @@ def stage(
     if hidden == 0 or hidden % (group * per_word):
         raise ValueError(f"x has {hidden} columns; scales per {group} columns ask for multiples of {group * per_word}")
     fp4 = kind in ("mxfp4", "nvfp4")
-    on_device("buf_x", buf_x, x.device, _BYTES if fp4 else _E4M3, "[P, H]", rank=2)
+    _with_x("buf_x", buf_x, x, _BYTES if fp4 else _E4M3, "[P, H]", rank=2)
     rows = buf_x.shape[0]
     if buf_x.shape[1] != (hidden // 2 if fp4 else hidden) or rows < tokens:
         width = hidden // 2 if fp4 else hidden
         raise ValueError(f"buf_x has shape {tuple(buf_x.shape)}; expected at least {tokens} rows of {width}")
     sf_dtype = torch.float32 if per_word == 1 else torch.int32
     sf_shape = (rows, hidden // (group * per_word))
-    on_device("buf_x_sf", buf_x_sf, x.device, (sf_dtype,), "[P, H/group words]", shape=sf_shape, layout="rows")
-    on_device("topk_idx", topk_idx, x.device, (torch.int32, torch.int64), "[n, K]", rank=2)
+    _with_x("buf_x_sf", buf_x_sf, x, (sf_dtype,), "[P, H/group words]", shape=sf_shape, layout="rows")
+    _with_x("topk_idx", topk_idx, x, (torch.int32, torch.int64), "[n, K]", rank=2)
     top_k = topk_idx.shape[1]
     if topk_idx.shape[0] != tokens or top_k == 0:
         raise ValueError(f"topk_idx has shape {tuple(topk_idx.shape)}; expected ({tokens}, at least 1)")
-    on_device("topk_weights", topk_weights, x.device, (torch.float32,), "[n, K]", shape=(tokens, top_k))
-    on_device("buf_topk_idx", buf_topk_idx, x.device, (torch.int64,), "[P, K]", shape=(rows, top_k))
-    on_device("buf_topk_weights", buf_topk_weights, x.device, (torch.float32,), "[P, K]", shape=(rows, top_k))
+    _with_x("topk_weights", topk_weights, x, (torch.float32,), "[n, K]", shape=(tokens, top_k))
+    _with_x("buf_topk_idx", buf_topk_idx, x, (torch.int64,), "[P, K]", shape=(rows, top_k))
+    _with_x("buf_topk_weights", buf_topk_weights, x, (torch.float32,), "[P, K]", shape=(rows, top_k))
     for name, tensor in (("buf_x_scales", token_scale), ("expert_scales", expert_scales)):
         if tensor is not None:
-            on_device(name, tensor, x.device, (torch.float32,), "[..]", rank=1)
+            _with_x(name, tensor, x, (torch.float32,), "[..]", rank=1)
     if token_scale is not None and token_scale.numel() < tokens:
         raise ValueError(f"buf_x_scales has {token_scale.numel()} elements; expected at least {tokens}")
 
     q = buf_x.view(torch.uint8 if fp4 else torch.float8_e4m3fn)
     sf = buf_x_sf if per_word == 1 else buf_x_sf.view(torch.uint8)
     options = dict(kind=kind, group=group, amax_floor=amax_floor, expert_scales=expert_scales)
-    reason = device_unsupported_reason(x.device)
+    reason = _unsupported_reason(x.device)
     if reason is None:
         from megamoe.kernels.pre_dispatch import pre_dispatch
 
@@ -157,3 +160,17 @@ def stage(
         token_scale[:tokens].copy_(result.x.token_scale)
     buf_topk_idx.copy_(result.ids)
     buf_topk_weights.copy_(result.weights)
+
+
+def _with_x(name: str, value: object, x: torch.Tensor, *rules: Any, **more: Any) -> torch.Tensor:
+    return on_device(name, value, x.device, *rules, owner="x", **more)
+
+
+def _unsupported_reason(device: torch.device) -> str | None:
+    """`device_unsupported_reason`, looked up once per GPU; on the CPU it depends on the interpreter's state."""
+    return device_unsupported_reason(device) if device.type == "cpu" else _gpu_unsupported_reason(device)
+
+
+@functools.cache
+def _gpu_unsupported_reason(device: torch.device) -> str | None:
+    return device_unsupported_reason(device)

@@ -27,10 +27,8 @@ def tier_unsupported_reason(spec: LayerSpec, arch: int) -> str | None:
     return unsupported_reason(spec, has_bias=False, has_id_map=False)
 
 
-def allocate_tier(spec: LayerSpec, arch: int, buffer: Workspace) -> HopperWorkspace | None:
-    """What the tier needs beside the buffer, whose rows for the combine it shares; None where it cannot run."""
-    if tier_unsupported_reason(spec, arch) is not None:
-        return None
+def allocate_tier(spec: LayerSpec, buffer: Workspace) -> HopperWorkspace:
+    """What the tier needs beside the buffer, whose rows for the combine it shares, where it can run `spec`."""
     from megamoe.kernels.hopper.layer import HopperWorkspace
 
     return HopperWorkspace.allocate(spec, len(buffer.rows), buffer.rows.device, rows=buffer.rows)

@@ -52,9 +52,10 @@ def run(layer: Layer, routing: Callable[[], Routed], do_finalize: object, output
     x, weights, sizes, gate = layer
     check_flag("do_finalize", do_finalize)
     checked = check_output(output, len(x.q), x.hidden, x.q.device)
-    require_served(layer_spec(x, sizes, gate), x.q.device, len(x.q))
+    spec = layer_spec(x, sizes, gate)
+    require_served(spec, x.q.device, len(x.q))
     routed = routing()
     if do_finalize:
-        return [finish(x, routed, weights, sizes, gate, checked)]
-    rows, row_of_slot = leave_unfinished(x, routed, weights, sizes, gate)
+        return [finish(spec, x, routed, weights, sizes, gate, checked)]
+    rows, row_of_slot = leave_unfinished(spec, x, routed, weights, sizes, gate)
     return [rows, routed.weights, row_of_slot]

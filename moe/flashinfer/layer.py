@@ -1,8 +1,12 @@
-"""One layer on activations as they are given: quantized by the caller, or BF16. Four launches, the combine the last."""
+"""One layer on activations as they are given: quantized by the caller, or BF16.
+
+Four launches: routing plan, GEMM 1, GEMM 2, combine; three where the rows are left unfinished. Torch adds small ones
+for what lies otherwise than the kernels read it: ids of another rank's experts, BF16 weights, scales, output columns.
+"""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from contextlib import suppress
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -52,33 +56,40 @@ def require_served(spec: LayerSpec, device: torch.device, num_tokens: int) -> No
     name, source = requested_backend()
     if name not in ("triton", AUTO):
         raise UnsupportedError(f"backend {name!r} (asked for by {source}); megamoe.flashinfer runs on 'triton' alone")
-    _require_triton(spec, device, num_tokens)
+    num_tokens = max(num_tokens, 1)
+    # What serves the next power of two serves fewer, and is asked once for all of them.
+    with suppress(UnsupportedError):
+        return _require_triton(spec, device, 1 << (num_tokens - 1).bit_length())
+    return _require_triton(spec, device, num_tokens)
 
 
 @lru_cache(maxsize=4096)
-def _require_triton(spec: LayerSpec, device: torch.device, num_tokens: int) -> None:
-    select("triton", LayerRequest(spec, device, max(num_tokens, 1)))
+def _require_triton(spec: LayerSpec, device: torch.device, max_tokens: int) -> None:
+    select("triton", LayerRequest(spec, device, max_tokens))
 
 
 def finish(
-    x: Activations, routed: Routed, weights: Weights, sizes: Sizes, gate: Gate, output: torch.Tensor | None
-) -> torch.Tensor:
+    spec: LayerSpec, x: Activations, routed: Routed, weights: Weights, sizes: Sizes, gate: Gate,
+    output: torch.Tensor | None,
+) -> torch.Tensor:  # fmt: skip
     """The layer's BF16 [T, H], or `output`, whose columns may be fewer: the last ones are dropped."""
     with device_guard(x.q.device):
         if output is None:
             output = torch.empty(len(x.q), x.hidden, dtype=torch.bfloat16, device=x.q.device)
         if len(x.q):
-            _run(x, routed, weights, sizes, gate, output)
+            _run(spec, x, routed, weights, sizes, gate, output)
         return output
 
 
-def leave_unfinished(x: Activations, routed: Routed, weights: Weights, sizes: Sizes, gate: Gate) -> Unfinished:
+def leave_unfinished(
+    spec: LayerSpec, x: Activations, routed: Routed, weights: Weights, sizes: Sizes, gate: Gate
+) -> Unfinished:
     """The layer up to its combine."""
     device, slots = x.q.device, routed.ids.numel()
     with device_guard(device):
         if not slots:
             return Unfinished(x.q.new_empty((0, x.hidden), dtype=torch.bfloat16), routed.ids.new_empty(0))
-        rows = _run(x, routed, weights, sizes, gate, None)
+        rows = _run(spec, x, routed, weights, sizes, gate, None)
         local = _local(routed.ids, sizes)
         served = (local >= 0) & (local < sizes.rows)
         number = torch.arange(slots, dtype=torch.int32, device=device)
@@ -86,25 +97,24 @@ def leave_unfinished(x: Activations, routed: Routed, weights: Weights, sizes: Si
 
 
 def _run(
-    x: Activations, routed: Routed, weights: Weights, sizes: Sizes, gate: Gate, output: torch.Tensor | None
-) -> torch.Tensor:
+    spec: LayerSpec, x: Activations, routed: Routed, weights: Weights, sizes: Sizes, gate: Gate,
+    output: torch.Tensor | None,
+) -> torch.Tensor:  # fmt: skip
     """GEMM 2's rows BF16 [T, K, H]; combined into `output` where one is given."""
     from megamoe.kernels.combine import combine
     from megamoe.kernels.config import choose_config
     from megamoe.kernels.down import down
     from megamoe.kernels.gate_up import gate_up
     from megamoe.kernels.routing import build_plan, max_tiles
-    from megamoe.workspace import Workspace
+    from megamoe.workspace import Tokens, Workspace
 
-    spec, num_tokens, device = layer_spec(x, sizes, gate), len(x.q), x.q.device
+    num_tokens, device = len(x.q), x.q.device
     prepared = kernel_weights(weights)
     parameters = LayerParameters(clamp=gate.clamp, alpha=gate.alpha, beta=gate.beta)
     config = choose_config(spec, architecture(device), num_tokens)
-    ws = Workspace.allocate(spec, num_tokens, device, min_block_m=config.block_m)
     ids, topk_weights = _local(routed.ids, sizes), routed.weights.float()
-    ws = replace(
-        ws, x_q=x.q, x_sf=_scales(x, ws.x_sf), x_scale=x.token_scale, topk_ids=ids, topk_weights=topk_weights
-    )  # fmt: skip
+    tokens = Tokens(x.q, _scales(x), x.token_scale, ids, topk_weights)
+    ws = Workspace.allocate(spec, num_tokens, device, min_block_m=config.block_m, tokens=tokens)
     num_tiles = max_tiles(ids.numel(), sizes.rows, config.block_m)
     with profile.stage("routing"):
         build_plan(ids, ws.plan, num_experts=sizes.rows, block_m=config.block_m)
@@ -133,12 +143,14 @@ def _local(ids: torch.Tensor, sizes: Sizes) -> torch.Tensor:
     return torch.where((local >= 0) & (local < sizes.local), local, -1)
 
 
-def _scales(x: Activations, buffer: torch.Tensor | None) -> torch.Tensor | None:
+def _scales(x: Activations) -> torch.Tensor | None:
     """Activation scales as the kernels read them, rows of whole words: the caller's where they lie so, else a copy."""
-    if x.scale is None or buffer is None:
+    from megamoe.kernels.layouts.scale_atoms import GROUPS_PER_WORD
+
+    if x.scale is None:
         return None
-    scale = x.scale.T if x.scale.dtype == torch.float32 else x.scale.view(torch.uint8)
-    if scale.shape == buffer.shape and scale.is_contiguous():
-        return scale
-    buffer[:, : scale.shape[1]].copy_(scale)
-    return buffer
+    if x.scale.dtype == torch.float32:
+        return x.scale.T.contiguous()
+    scale = x.scale.view(torch.uint8)
+    missing = -scale.shape[1] % GROUPS_PER_WORD
+    return torch.nn.functional.pad(scale, (0, missing)) if missing else scale.contiguous()

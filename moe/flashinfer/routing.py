@@ -67,9 +67,12 @@ def route(logits: torch.Tensor, router: Router) -> tuple[torch.Tensor, torch.Ten
         assert router.input_ids is not None
         assert router.tid2eid is not None
         ids = router.tid2eid[router.input_ids.long()].long()
+        chosen = _scores(logits.gather(1, ids), HASH)
     else:
-        ids = _best(_keys(logits, router), router.top_k)
-    weights = _weights(logits, ids, router)
+        scores = _scores(logits, router.method)
+        ids = _best(_keys(scores, router), router.top_k)
+        chosen = scores.gather(1, ids)
+    weights = _weights(chosen, router)
     if router.method not in DEEPSEEK_V4:
         weights = weights.bfloat16()
     if router.num_shared:
@@ -105,20 +108,19 @@ def hash_topk(
     return weights, ids
 
 
-def _keys(logits: torch.Tensor, router: Router) -> torch.Tensor:
-    """What experts are chosen by, fp32 [T, E]."""
-    method = router.method
+def _scores(logits: torch.Tensor, method: Method | str) -> torch.Tensor:
+    """fp32, as the logits lie: the softmax, s or q where experts are chosen by it, the logits where by them."""
     if method == Method.Default:
         return torch.softmax(logits, dim=-1)
-    if method in (Method.SigmoidRenorm, Method.Sigmoid):
+    if method in (Method.SigmoidRenorm, Method.Sigmoid, Method.DeepSeekV3, Method.MiniMax2):
         return torch.sigmoid(logits)
-    if method in (Method.DeepSeekV3, Method.MiniMax2, SQRT_SOFTPLUS):
-        return _biased(logits, router)
-    return logits
+    return _sqrt_softplus(logits) if method in DEEPSEEK_V4 else logits
 
 
-def _biased(logits: torch.Tensor, router: Router) -> torch.Tensor:
-    scores = _sqrt_softplus(logits) if router.method == SQRT_SOFTPLUS else torch.sigmoid(logits)
+def _keys(scores: torch.Tensor, router: Router) -> torch.Tensor:
+    """What experts are chosen by, fp32 [T, E]."""
+    if router.method not in (Method.DeepSeekV3, Method.MiniMax2, SQRT_SOFTPLUS):
+        return scores
     grouped = router.method == Method.DeepSeekV3 and router.n_group > 1
     if router.bias is not None:
         bias = router.bias.bfloat16() if grouped else router.bias
@@ -131,25 +133,19 @@ def _biased(logits: torch.Tensor, router: Router) -> torch.Tensor:
     return torch.where(chosen[..., None], groups, -torch.inf).flatten(-2)
 
 
-def _weights(logits: torch.Tensor, ids: torch.Tensor, router: Router) -> torch.Tensor:
-    """fp32 [T, K] of the chosen experts."""
+def _weights(scores: torch.Tensor, router: Router) -> torch.Tensor:
+    """fp32 [T, K], from the `_scores` of the chosen experts."""
     method = router.method
-    if method == Method.Default:
-        return torch.softmax(logits, dim=-1).gather(1, ids)
-    logits = logits.gather(1, ids)
     if method in (Method.Renormalize, Method.RenormalizeNaive):
-        return torch.softmax(logits, dim=-1)
-    if method == Method.TopK:
-        return logits
+        return torch.softmax(scores, dim=-1)
+    if method in (Method.Llama4, Method.TopKSigmoid):
+        return torch.sigmoid(scores)
     if method in DEEPSEEK_V4:
-        scores = _sqrt_softplus(logits)
         return _scaled(scores / scores.sum(-1, keepdim=True), router.factor)
-    scores = torch.sigmoid(logits)
-    total = scores.sum(-1, keepdim=True)
     if method in (Method.DeepSeekV3, Method.MiniMax2):
-        return _scaled(scores, router.factor) / (total + _EPSILON)
+        return _scaled(scores, router.factor) / (scores.sum(-1, keepdim=True) + _EPSILON)
     if method == Method.SigmoidRenorm and router.norm_topk_prob:
-        return scores / total.clamp_min(_EPSILON)
+        return scores / scores.sum(-1, keepdim=True).clamp_min(_EPSILON)
     return scores
 
 

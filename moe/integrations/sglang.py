@@ -27,6 +27,7 @@ from typing import Any
 import torch
 
 from megamoe import deep_gemm
+from megamoe.backend_choice import ENVIRONMENT_VARIABLE
 from megamoe.backends.base import UnsupportedError
 from megamoe.deep_gemm.device import capability_major
 from megamoe.deep_gemm.hopper_order import is_tiled
@@ -34,8 +35,8 @@ from megamoe.deep_gemm.patching import PATCHED_NAMES, replacement, version_unsup
 from megamoe.deep_gemm.pre_dispatch import stage
 
 VERSION = "0.5.19"
-VARIABLE = "MEGAMOE_BACKEND"
-"""`triton` opts in; anything else leaves SGLang as it is."""
+OPT_IN = "triton"
+"""The value of `MEGAMOE_BACKEND` that opts in; any other leaves SGLang as it is."""
 
 ORDER_VARIABLE = "MEGAMOE_HOPPER_ORDER"
 """`1`: MXFP4 experts on Hopper are re-laid for the fast kernels, which closes SGLang's fallback: it reads them too."""
@@ -61,11 +62,11 @@ def register() -> None:
     registered (SGLang logs it and goes on without this plugin).
     """
     global _registered
-    asked = os.environ.get(VARIABLE, "")
-    if asked not in ("", "triton"):
-        text = "megamoe: %s=%s leaves SGLang's MegaMoE as it is; the plugin serves triton alone"
-        _logger.warning(text, VARIABLE, asked)
-    if _registered or asked != "triton":
+    asked = os.environ.get(ENVIRONMENT_VARIABLE, "")
+    if asked not in ("", OPT_IN):
+        text = "megamoe: %s=%s leaves SGLang's MegaMoE as it is; the plugin serves %s alone"
+        _logger.warning(text, ENVIRONMENT_VARIABLE, asked, OPT_IN)
+    if _registered or asked != OPT_IN:
         return
     _check_version()
     hooks = _deep_gemm_hooks()
@@ -79,7 +80,7 @@ def register() -> None:
     plugins.HookRegistry.register(f"{_MEGA_MOE}.build_mega_moe_experts_weights", build_weights, hook_type.AROUND)
     plugins.HookRegistry.register(f"{_MEGA_MOE}.should_use_mega_moe", should_use, hook_type.AROUND)
     _registered = True
-    _logger.info("megamoe: %s=triton; SGLang's MegaMoE path runs on megamoe's kernels", VARIABLE)
+    _logger.info("megamoe: %s=%s; SGLang's MegaMoE path runs on megamoe's kernels", ENVIRONMENT_VARIABLE, OPT_IN)
 
 
 def mega_moe_pre_dispatch(

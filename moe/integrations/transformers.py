@@ -78,11 +78,11 @@ class _Prepared:
     layer: megamoe.MegaMoE | None = None
 
     def layer_for(self, tokens: int, top_k: int) -> megamoe.MegaMoE:
-        layer = self.layer
-        if layer is None or layer.max_tokens < tokens or layer.spec.top_k != top_k:
+        if self.layer is None or self.layer.max_tokens < tokens or self.layer.spec.top_k != top_k:
             capacity = max(_LEAST_TOKENS, 1 << (tokens - 1).bit_length())
-            self.layer = layer = megamoe.MegaMoE(self.weights, capacity, top_k, **self.options)
-        return layer
+            self.layer = None  # its workspace goes before the larger one comes
+            self.layer = megamoe.MegaMoE(self.weights, capacity, top_k, **self.options)
+        return self.layer
 
 
 _PREPARED: WeakKeyDictionary[torch.nn.Module, _Prepared] = WeakKeyDictionary()
@@ -158,19 +158,24 @@ def _activation(module: torch.nn.Module, interleaved: bool) -> dict[str, Any]:
     name = type(module).__name__
     limit = _first(module, "limit", "swiglu_limit")
     alpha = _first(module, "alpha", "swiglu_alpha")
+    apply_gate = getattr(module, "_apply_gate", None)
+    if not callable(apply_gate):
+        raise UnsupportedError(f"{name} has no method _apply_gate, by which its activation is checked")
     options: dict[str, Any] = dict(activation="swiglu", activation_clamp=limit)
     beta = 0.0
     if alpha is not None:
         beta = ACTIVATION_DEFAULTS["swigluoai"][1]
         options |= dict(activation="swigluoai", activation_alpha=float(alpha), activation_beta=beta)
-    gate_up = _PROBE_SIZE * torch.randn(_PROBE_ROWS, 2 * _PROBE_ROWS, generator=torch.Generator().manual_seed(0))
+    # On the CPU whatever torch's default device is: a few numbers, and no wait for a GPU.
+    generator = torch.Generator(device="cpu").manual_seed(0)
+    gate_up = _PROBE_SIZE * torch.randn(_PROBE_ROWS, 2 * _PROBE_ROWS, generator=generator, device="cpu")
     gate, up = (gate_up[:, ::2], gate_up[:, 1::2]) if interleaved else gate_up.chunk(2, dim=-1)
     if limit is not None:
         gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
     expected = gate * torch.sigmoid((1.0 if alpha is None else float(alpha)) * gate) * (up + beta)
     with torch.no_grad():
-        found = module._apply_gate(gate_up) if hasattr(module, "_apply_gate") else None  # type: ignore[operator]
-    if found is None or not torch.allclose(found, expected, rtol=_PROBE_TOLERANCE, atol=_PROBE_TOLERANCE):
+        found = apply_gate(gate_up)
+    if not torch.allclose(found, expected, rtol=_PROBE_TOLERANCE, atol=_PROBE_TOLERANCE):
         raise UnsupportedError(
             f"{name} computes another activation than its attributes say: expected {options['activation']} with "
             f"limit={limit}, alpha={alpha}"

@@ -110,10 +110,9 @@ def _mx_buffer(
     activation: str = "swiglu",
 ) -> Any:
     """The buffer of the SM100 kinds on every GPU: vLLM stages tokens with UE8M0 scales itself, on Hopper too."""
-    from megamoe.deep_gemm import SymmBuffer
+    from megamoe.deep_gemm.buffers import SymmBuffer, check_fp8_dispatch
 
-    if use_fp8_dispatch not in (None, mma_type.startswith("fp8x")):
-        raise ValueError(f"use_fp8_dispatch is {use_fp8_dispatch!r}; allowed with mma_type={mma_type!r}: None")
+    check_fp8_dispatch(use_fp8_dispatch, mma_type)
     sizes = (num_experts, num_max_tokens_per_rank, num_topk, hidden, intermediate_hidden)
     return SymmBuffer(group, *sizes, num_shared_experts, mma_type, activation)
 

@@ -10,18 +10,10 @@ from __future__ import annotations
 import torch
 
 from megamoe import formats
+from megamoe.oracle.reference.quantizers import BlockFormat, dequantize_weight
 
 GROUP = 32
-BOUNDS = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
-"""Magnitudes halfway between neighbours of E2M1."""
 NAN_BYTE = 255
-
-
-def dequantize_blocks(weight: torch.Tensor, scale: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:
-    """fp32 [N, K] of float8_e4m3fn [N, K] and fp32 [⌈N/r⌉, ⌈K/c⌉], one scale per block of r × c."""
-    rows, columns = weight.shape
-    wide = scale.repeat_interleave(block[0], 0)[:rows].repeat_interleave(block[1], 1)[:, :columns]
-    return weight.float() * wide
 
 
 def mxfp4_requant_reference(
@@ -30,15 +22,15 @@ def mxfp4_requant_reference(
     """(packed E2M1 uint8 [N, K/2], UE8M0 uint8 [N, K/32]) of block-scaled E4M3; scale fp32, K a multiple of 32.
 
     Upstream's rule: values rounded to BF16; of each group's largest magnitude d = amax/6 and log2(d), both rounded to
-    BF16; the byte is ⌈max(log2 d, −127)⌉ + 127. Codes count the bounds strictly below |value / 2^e| (7 at most); bit 3
-    is set unless the value is positive, so that zeros and what rounds to zero from below are 8.
+    BF16; the byte is ⌈max(log2 d, −127)⌉ + 127. Codes count E2M1's midpoints strictly below |value / 2^e| (7 at most);
+    bit 3 is set unless the value is positive, so that zeros and what rounds to zero from below are 8.
 
     `exact`: no BF16 anywhere, and the byte is the smallest power of two >= amax/6 (fp32 division; 0 for a group of
     zeros). Codes as above.
 
     Ours, where upstream's is undefined: a group with a NaN or an infinity has byte 255 and codes of zeros.
     """
-    values = dequantize_blocks(weight, scale, block)
+    values = dequantize_weight(weight, scale, BlockFormat("e4m3", "fp32", *block))
     if not exact:
         values = values.bfloat16().float()
     groups = values.unflatten(1, (-1, GROUP))
@@ -46,8 +38,7 @@ def mxfp4_requant_reference(
     sf = _exact_byte(amax) if exact else _upstream_byte(amax)
     finite = amax < torch.inf  # a NaN is not
     scaled = groups * formats.ue8m0_inverse(torch.where(finite, sf, 254))[..., None]
-    bounds = torch.tensor(BOUNDS, dtype=torch.float32, device=weight.device)
-    magnitude = (scaled.abs()[..., None] > bounds).sum(-1)
+    magnitude = formats.encode_e2m1(scaled.abs(), "toward_zero")
     codes = torch.where(finite[..., None], magnitude, 0) + torch.where(groups > 0, 0, 8)
     return formats.pack_e2m1(codes.flatten(1).to(torch.uint8)), torch.where(finite, sf, NAN_BYTE).to(torch.uint8)
 
