@@ -34,7 +34,8 @@ done
 cat >"$dir/install.sh" <<'I'
 # To be sourced: installs the wheels beside this file into a folder of their own and puts it on PYTHONPATH.
 _peers=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
-python3 -m pip install --quiet --no-index --no-deps --no-compile --no-cache-dir --upgrade --target /tmp/peers "$_peers"/*.whl
-export PYTHONPATH=/tmp/peers${PYTHONPATH:+:$PYTHONPATH}
+_site=${TMPDIR:-/tmp}/megamoe-peers
+python3 -m pip install --quiet --no-index --no-deps --no-compile --no-cache-dir --upgrade --target "$_site" "$_peers"/*.whl
+export PYTHONPATH=$_site${PYTHONPATH:+:$PYTHONPATH}
 I
 du -sh "$dir"
