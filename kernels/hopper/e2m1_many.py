@@ -21,7 +21,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from megamoe.kernels.hopper.decode import decode, load_spans
-from megamoe.kernels.hopper.epilogue import activated, column_amax, store_quantized
+from megamoe.kernels.hopper.epilogue import activated, column_amax, row_factors, store_quantized
 from megamoe.kernels.hopper.tma import fetch_box, stage_barriers
 
 N = gl.constexpr(64)  # tokens of a chunk; a tile is one or two
@@ -102,11 +102,6 @@ def _multiply(
 
 
 @gluon.jit
-def _row_scale(row_scale, expert, n0, WIDTH: gl.constexpr):
-    return gl.load(row_scale + expert.to(gl.int64) * WIDTH + n0 + gl.arange(0, 64, gl.SliceLayout(1, _C)))
-
-
-@gluon.jit
 def _gate_up_item(
     WG: gl.constexpr, it, turn, expert, row0, rows, block, code_s, span_s, x_s, full, empty, amax_s, exchanged,
     row_scale, token_scale, row_weight, out, out_scale, capacity, clamp, alpha, beta,
@@ -115,8 +110,8 @@ def _gate_up_item(
 ):  # fmt: skip
     """256 gate/up rows of one token tile: 128 columns of the intermediate, quantized."""
     it, acc00, acc01, acc10, acc11 = _multiply(WG, it, code_s, span_s, x_s, full, empty, STEPS, STAGES, TWO)
-    near = _row_scale(row_scale, expert, block * 256 + WG * 64, 2 * I)
-    far = _row_scale(row_scale, expert, block * 256 + 128 + WG * 64, 2 * I)
+    near = row_factors(row_scale, expert, block * 256 + WG * 64, N, 2 * I)
+    far = row_factors(row_scale, expert, block * 256 + 128 + WG * 64, N, 2 * I)
     act00 = activated(
         acc00, near, token_scale, row_weight, row0, 0, rows, clamp, alpha, beta, N, True, ACTIVATION, HAS_CLAMP
     )

@@ -9,6 +9,13 @@ from triton.experimental.gluon import language as gl
 
 
 @gluon.jit
+def row_factors(row_scale, expert, n0, N: gl.constexpr, WIDTH: gl.constexpr):
+    """Factors of 64 weight rows of WIDTH, from n0 on, as accumulators of N tokens want them."""
+    LAYOUT: gl.constexpr = gl.SliceLayout(1, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, N, 32]))
+    return gl.load(row_scale + expert.to(gl.int64) * WIDTH + n0 + gl.arange(0, 64, LAYOUT))
+
+
+@gluon.jit
 def _scaled(acc, row_scale, token_scale, row0, m0, rows, BM: gl.constexpr, PER_TOKEN: gl.constexpr):
     """Accumulators [64, BM] times the weight rows' factors and, where they have not met it yet, the tokens' scales."""
     LAYOUT: gl.constexpr = acc.type.layout

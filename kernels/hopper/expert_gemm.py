@@ -31,7 +31,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from megamoe.kernels.hopper.decode import decode, load_spans
-from megamoe.kernels.hopper.epilogue import activated, column_amax, store_quantized, store_rows
+from megamoe.kernels.hopper.epilogue import activated, column_amax, row_factors, store_quantized, store_rows
 from megamoe.kernels.hopper.tma import fetch_box, stage_barriers
 
 CODE_BYTES = gl.constexpr(16384)  # of a stage: 128 rows × 256 columns
@@ -193,12 +193,6 @@ def _multiply(
 
 
 @gluon.jit
-def _row_scale(row_scale, expert, n0, N: gl.constexpr, WIDTH: gl.constexpr):
-    LAYOUT: gl.constexpr = gl.SliceLayout(1, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, N, 32]))
-    return gl.load(row_scale + expert.to(gl.int64) * WIDTH + n0 + gl.arange(0, 64, LAYOUT))
-
-
-@gluon.jit
 def _gate_up_item(
     WG: gl.constexpr, it, turn, expert, row0, rows, block,
     code_s, span_s, x0_s, x1_s, x2_s, scale_s, full, empty,
@@ -214,7 +208,7 @@ def _gate_up_item(
         it, acc0, acc1, acc2 = _multiply(
             WG, it, code_s, span_s, x0_s, x1_s, x2_s, scale_s, full, empty, STEPS, STAGES, N0, N1, N2, PER_TOKEN
         )
-        scale = _row_scale(row_scale, expert, block * 256 + sub * 128 + WG * 64, N0, 2 * I)
+        scale = row_factors(row_scale, expert, block * 256 + sub * 128 + WG * 64, N0, 2 * I)
         act0 = activated(
             acc0, scale, token_scale, row_weight, row0, 0, rows, clamp, alpha, beta,
             N0, PER_TOKEN, ACTIVATION, HAS_CLAMP,
@@ -283,7 +277,7 @@ def _down_item(
         WG, it, code_s, span_s, x0_s, x1_s, x2_s, scale_s, full, empty, STEPS, STAGES, N0, N1, N2, False
     )
     n0 = block * 128 + WG * 64
-    scale = _row_scale(row_scale, expert, n0, N0, H)
+    scale = row_factors(row_scale, expert, n0, N0, H)
     store_rows(acc0, scale, row_slots, out, row0, 0, rows, n0, H, N0)
     if N1 > 0:
         store_rows(acc1, scale, row_slots, out, row0, N0, rows, n0, H, N1)

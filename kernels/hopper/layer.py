@@ -70,6 +70,18 @@ def prepare_hopper(weights: MoEWeights) -> Weights:
     return HopperWeights(to_hopper(codes[0], scales[0]), to_hopper(codes[1], scales[1], pair_columns=True))
 
 
+def e4m3_unsupported_reason(matrices: ExpertMatrices) -> str | None:
+    """Why TMA can't read E4M3 matrices where they are, or None: it wants rows and experts one after the other, from
+    multiples of 16 bytes on."""
+    for name in ("w13", "w2", "w13_scale", "w2_scale"):
+        tensor = getattr(matrices, name)
+        if not tensor.is_contiguous():
+            return f"{name} has strides {tensor.stride()}; allowed: contiguous"
+        if tensor.data_ptr() % 16:
+            return f"{name} starts at {tensor.data_ptr() % 16} bytes past a multiple of 16"
+    return None
+
+
 def e4m3_weights(matrices: ExpertMatrices) -> E4m3Weights:
     """E4M3 matrices in tile order, contiguous, with fp32 scales per 128×128: the same tensors."""
     w13, w13_scale, w2, w2_scale = matrices

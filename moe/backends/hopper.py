@@ -7,7 +7,13 @@ import torch
 from megamoe.backends.base import LayerRequest
 from megamoe.debug import Routing, Stage, quantized_stage, row_stages
 from megamoe.kernels.hopper.config import unsupported_reason
-from megamoe.kernels.hopper.layer import HopperWorkspace, plain_weights, prepare_hopper, run_hopper_layer
+from megamoe.kernels.hopper.layer import (
+    HopperWorkspace,
+    e4m3_unsupported_reason,
+    plain_weights,
+    prepare_hopper,
+    run_hopper_layer,
+)
 from megamoe.kernels.hopper.weights import scales_unsupported_reason
 from megamoe.parameters import LayerParameters
 from megamoe.plain_weights import PlainWeights
@@ -26,22 +32,11 @@ def hopper_unsupported_reason(request: LayerRequest, weights: MoEWeights, parame
     if weights.w13_rows != "tile":
         return "w13_layout='interleaved'"
     if request.spec.traits.weight == "e4m3":
-        return _strided_reason(weights)
+        return e4m3_unsupported_reason(weights.routed)
     for name, scale in zip(("w13_scale", "w2_scale"), plain_scales(weights)):
         reason = scales_unsupported_reason(scale)
         if reason is not None:
             return f"the scales in {name} {reason}"
-    return None
-
-
-def _strided_reason(weights: MoEWeights) -> str | None:
-    """TMA reads E4M3 weights where they are: rows and experts one after the other, from 16 bytes' multiples on."""
-    for name in ("w13", "w2", "w13_scale", "w2_scale"):
-        tensor = getattr(weights.routed, name)
-        if not tensor.is_contiguous():
-            return f"{name} has strides {tensor.stride()}; allowed: contiguous"
-        if tensor.data_ptr() % 16:
-            return f"{name} starts at {tensor.data_ptr() % 16} bytes past a multiple of 16"
     return None
 
 

@@ -22,7 +22,7 @@ from megamoe.deep_gemm.arguments import on_device
 from megamoe.deep_gemm.buffers import SM90SymmBuffer, SymmBuffer
 from megamoe.deep_gemm.hopper_order import is_tiled, read_tiled
 from megamoe.deep_gemm.reference import run_dispatched_reference
-from megamoe.deep_gemm.tier import allocate_tier, run_tier, tier_unsupported_reason
+from megamoe.deep_gemm.tier import allocate_tier, run_tier, tier_reads, tier_unsupported_reason
 from megamoe.deep_gemm.weight_arguments import NO_SCALES, GlobalScales, read_matrices, read_shared
 from megamoe.deep_gemm.workspace import workspace_of
 from megamoe.options import LayerOptions, resolve
@@ -236,7 +236,7 @@ def _run(
     if tiled and prepared.tier is None:
         raise UnsupportedError(f"l1_weights are in Hopper's order: {tier_unsupported_reason(spec, prepared.arch)}")
     with device_guard(device):
-        if prepared.tier is not None and (tiled or _in_place(routed)):
+        if prepared.tier is not None and (tiled or tier_reads(routed)):
             run_tier(prepared.tier, ws, y, routed, spec)
             plan = prepared.tier.plan
         else:
@@ -313,11 +313,6 @@ def _tier(
         buffer.scratch[spec.recipe] = allocate_tier(spec, workspace)
     tier: HopperWorkspace = buffer.scratch[spec.recipe]
     return tier
-
-
-def _in_place(routed: ExpertMatrices) -> bool:
-    """Whether the SM90 tier can read E4M3 weights where they are: TMA wants whole matrices at multiples of 16 bytes."""
-    return all(t is not None and t.is_contiguous() and t.data_ptr() % 16 == 0 for t in routed)
 
 
 def _live(buffer: object) -> SymmBuffer | SM90SymmBuffer:

@@ -27,6 +27,13 @@ def tier_unsupported_reason(spec: LayerSpec, arch: int) -> str | None:
     return unsupported_reason(spec, has_bias=False, has_id_map=False)
 
 
+def tier_reads(matrices: ExpertMatrices) -> bool:
+    """Whether the tier can read FP8 experts where they are."""
+    from megamoe.kernels.hopper.layer import e4m3_unsupported_reason
+
+    return e4m3_unsupported_reason(matrices) is None
+
+
 def allocate_tier(spec: LayerSpec, buffer: Workspace) -> HopperWorkspace:
     """What the tier needs beside the buffer, whose rows for the combine it shares, where it can run `spec`."""
     from megamoe.kernels.hopper.layer import HopperWorkspace
