@@ -14,9 +14,8 @@ from megamoe.bench.own import PORTABLE, Step, TritonLayer, staged_calls
 from megamoe.bench.registry import Point
 from megamoe.bench.timing import Call
 from megamoe.bench.work import STAGES
-from megamoe.kernels.combine import combine
 from megamoe.kernels.hopper.config import ROW_ALIGN, choose_tile, unsupported_reason
-from megamoe.kernels.routing import allocate_plan, build_plan, max_tiles
+from megamoe.kernels.routing import allocate_plan, build_plan
 from megamoe.oracle.random_layers import Inputs
 from megamoe.parameters import LayerParameters
 from megamoe.recipe import Recipe
@@ -52,7 +51,10 @@ class HopperTier:
         from megamoe.kernels.hopper.layer import prepare_hopper
 
         spec = spec_of(point.shape, recipe)
-        weights = store.cached(("hopper", spec.traits.weight), lambda: prepare_hopper(store.prepared(recipe)))
+        weights = store.cached(
+            ("hopper", spec.traits.weight, spec.num_shared_experts),
+            lambda: prepare_hopper(store.prepared(recipe, spec.num_shared_experts)),
+        )
         return HopperTierLayer(spec, weights, store.parameters(recipe), inputs)
 
 
@@ -78,7 +80,7 @@ class HopperTierLayer:
             plan = allocate_plan(
                 self._tokens, spec.top_k, spec.num_local_experts, self._tile.block_m, device, row_align=ROW_ALIGN
             )
-            packed = torch.empty_like(plan.tiles)
+            packed = torch.empty_like(shared.packed_tiles)
             return replace(shared, plan=plan, packed_tiles=packed, tile_count=torch.empty_like(shared.tile_count))
 
         self._sets = [(i, own_plan()) for i in inputs]
@@ -107,14 +109,9 @@ class HopperTierLayer:
         build_plan(i.topk_ids, ws.plan, num_experts=self._spec.num_local_experts, block_m=self._tile.block_m)
 
     def _scatter(self, i: Inputs, ws: HopperWorkspace, output: torch.Tensor) -> None:
-        from megamoe.kernels.hopper.scatter import scatter
+        from megamoe.kernels.hopper.layer import lay_out
 
-        num_tiles = max_tiles(i.topk_ids.numel(), self._spec.num_local_experts, self._tile.block_m)
-        scatter(
-            i.x, i.topk_ids, i.topk_weights, ws.plan, num_tiles=num_tiles, q=ws.q, scale=ws.scale,
-            row_weight=ws.row_weight, packed_tiles=ws.packed_tiles, tile_count=ws.tile_count,
-            k_order=self._spec.traits.weight == "e2m1",
-        )  # fmt: skip
+        lay_out(i.x, i.topk_ids, i.topk_weights, ws, self._spec, self._parameters, self._tile)
 
     def _gate_up(self, i: Inputs, ws: HopperWorkspace, output: torch.Tensor) -> None:
         from megamoe.kernels.hopper.layer import gate_up
@@ -127,7 +124,9 @@ class HopperTierLayer:
         down(ws, self._weights.w2, self._spec, self._tile, self._tokens)
 
     def _combine(self, i: Inputs, ws: HopperWorkspace, output: torch.Tensor) -> None:
-        combine(ws.rows, i.topk_ids, output, num_experts=self._spec.num_local_experts, shared=False)
+        from megamoe.kernels.hopper.layer import add_rows
+
+        add_rows(ws, i.topk_ids, output, self._spec)
 
 
 @dataclass(frozen=True)

@@ -71,7 +71,7 @@ from megamoe.workspace import Workspace
 
 TOOLS = ("memcheck", "racecheck", "initcheck")
 KERNELS = ("pre_dispatch", "routing", "gate_up", "down", "combine", "requantize", "mxfp4_requant", "gather", "hopper")
-HOPPER_RECIPES = tuple(r for r in ALL_RECIPES if r.numerics == "deep_gemm_sm90")
+HOPPER_RECIPES = tuple(r for r in ALL_RECIPES if r.numerics == "deep_gemm_sm90" or r.mma_type == "bf16xfp4")
 HOPPER_TOKENS = (9, 60, 150, 400)  # of 2 among 5 experts: a tile for decoding, two between, one for prefill
 RESULTS = Path(__file__).resolve().parent / "results" / "sanitizer_h200.json"
 _MODULE = "megamoe.bench.sanitizer_sweep"

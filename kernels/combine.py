@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 
 from megamoe.codegen.job import CompileJob
+from megamoe.kernels.pdl import gdc_wait
 from megamoe.profile import combine_work
 
 _TILE = {"BLOCK_T": 1, "BLOCK_H": 1024}  # the fastest of those swept on an H200, from 64 tokens to 8192
@@ -16,7 +17,7 @@ _OPTIONS: dict[str, object] = {"num_warps": 4, "enable_fp_fusion": False}
 @triton.jit(do_not_specialize=["num_tokens"], launch_metadata=combine_work)
 def combine_kernel(
     rows, topk_ids, topk_weights, out, out_stride, num_tokens, num_experts,
-    H: tl.constexpr, TOP_K: tl.constexpr, SHARED: tl.constexpr, WEIGHTED: tl.constexpr,
+    H: tl.constexpr, TOP_K: tl.constexpr, SHARED: tl.constexpr, WEIGHTED: tl.constexpr, PDL: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
     """out[t] = BF16(Σ_k [w ·] rows[t, k] over valid ids (ascending k) + shared row), fp32 from +0, rounded once.
@@ -27,7 +28,11 @@ def combine_kernel(
     of slots without a valid id are never read: GEMM 2 did not write them. They count as +0, which changes no sum: one
     that starts at +0 is never −0. Nothing is fused, and every token is summed in the same order whatever the batch.
     Safe: programs write disjoint ranges and read only inputs.
+
+    PDL: the last launch of a chain (`pdl`).
     """
+    if PDL:
+        gdc_wait()
     SLOTS: tl.constexpr = TOP_K + (1 if SHARED else 0)
     token = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     live = token < num_tokens
@@ -56,12 +61,14 @@ def combine(
     num_experts: int,
     shared: bool,
     topk_weights: torch.Tensor | None = None,
+    pdl: bool = False,
 ) -> None:
     """out BF16 [T, H] = the sum of each token's rows, BF16 [T, K, H] or, with a last shared one, [T, K+1, H].
 
     topk_ids [T, K], int32 or int64; ids outside [0, num_experts) contribute nothing. topk_weights fp32 [T, K] weigh
     the rows of the slots; None: they carry their weights already. Contiguous, except that rows of `out` may be strided;
-    H a multiple of 8. One launch; none for T = 0. `TypeError`/`ValueError` before the launch for anything else.
+    H a multiple of 8. `pdl`: PDL, on a GPU only. One launch; none for T = 0. `TypeError`/`ValueError` before the launch
+    for anything else.
     """
     tensors = [
         ("rows", rows, (torch.bfloat16,)),
@@ -83,6 +90,8 @@ def combine(
         raise ValueError(
             f"topk_ids has shape {tuple(topk_ids.shape)}, out {tuple(out.shape)}; they must be [T, K] and [T, H]"
         )
+    if pdl and not out.is_cuda:
+        raise ValueError(f"pdl=True with out on {out.device}; allowed on a GPU only")
     num_tokens, top_k = topk_ids.shape
     hidden = out.shape[1]
     if tuple(rows.shape) != (num_tokens, top_k + shared, hidden):
@@ -98,12 +107,14 @@ def combine(
     with torch.cuda.device_of(out):
         combine_kernel[grid](
             rows, topk_ids, rows if topk_weights is None else topk_weights, out, out.stride(0), num_tokens, num_experts,
-            H=hidden, TOP_K=top_k, SHARED=shared, WEIGHTED=topk_weights is not None, **_TILE, **_OPTIONS,
+            H=hidden, TOP_K=top_k, SHARED=shared, WEIGHTED=topk_weights is not None, PDL=pdl, launch_pdl=pdl,
+            **_TILE, **_OPTIONS,
         )  # fmt: skip
 
 
 def compile_jobs(arch: int) -> list[CompileJob]:
-    """DeepSeek-V4's Flash shape, and gpt-oss's, whose hidden size is no multiple of the tile."""
+    """DeepSeek-V4's Flash shape, and gpt-oss's, whose hidden size is no multiple of the tile; on SM90 the first as the
+    tier there launches it."""
     signature = {
         "rows": "*bf16",
         "topk_ids": "*i64",
@@ -120,9 +131,11 @@ def compile_jobs(arch: int) -> list[CompileJob]:
             recipe="bf16 rows",
             fn=combine_kernel,
             signature=signature,
-            constexprs={"H": hidden, "TOP_K": top_k, "SHARED": shared, "WEIGHTED": weighted, **_TILE},
-            options=_OPTIONS,
+            constexprs={
+                "H": hidden, "TOP_K": top_k, "SHARED": shared, "WEIGHTED": weighted, "PDL": pdl, **_TILE,
+            },
+            options={**_OPTIONS, "launch_pdl": pdl},
             divisible_by_16=frozenset({"rows", "topk_ids", "topk_weights", "out", "out_stride"}),
         )
-        for hidden, top_k, shared, weighted in ((4096, 6, True, False), (2880, 4, False, True))
-    ]
+        for hidden, top_k, shared, weighted, pdl in ((4096, 6, True, False, arch == 90), (2880, 4, False, True, False))
+    ]  # fmt: skip

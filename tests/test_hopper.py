@@ -6,6 +6,8 @@ import pytest
 import torch
 
 import megamoe
+from megamoe.cli.measure import count_launches
+from megamoe.kernels.layer import LAUNCHES
 from megamoe.oracle.metrics import LIMITS, assert_bytes_equal, check, compare
 from megamoe.oracle.public_arguments import layer_arguments, weight_arguments
 from megamoe.oracle.random_layers import Layer, random_layer
@@ -19,8 +21,10 @@ RECIPES = {
     "block128": Recipe("fp8xfp4", "block128", "deep_gemm_sm90"),
     "token": Recipe("fp8xfp4", "token", "deep_gemm_sm90"),
     "e4m3": Recipe("fp8xfp8", "block128", "deep_gemm_sm90"),
+    "bf16": Recipe("bf16xfp4", "none", "trtllm_gen"),
 }
 SHAPE = dict(hidden=768, intermediate=512, num_experts=7, top_k=3, activation_clamp=2.0)
+SHARED: dict[str, object] = dict(num_shared_experts=1, shared_weight="e2m1")
 
 
 def _layer(recipe: str, tokens: int, **options: object) -> Layer:
@@ -78,6 +82,56 @@ def test_options(recipe: str, option: str) -> None:
     _agree(layer, moe(layer.x, layer.topk_ids, layer.topk_weights))
 
 
+@pytest.mark.parametrize("tokens", (1, 5, 18, 19, 64, 75, 200, 262, 300, 700))
+@pytest.mark.parametrize("recipe", ("block128", "token"))
+def test_a_shared_expert_in_every_tile(recipe: str, tokens: int) -> None:
+    """It meets neither the routed experts' factors nor their masks, and costs no launch."""
+    layer = _layer(recipe, tokens, masked=0.1, expert_scales=True, routed_scaling_factor=2.5, **SHARED)
+    moe = _open(layer)
+    assert _tier(moe) == "HopperLayer"
+    output = torch.full_like(layer.x, torch.nan)
+    call = (layer.x, layer.topk_ids, layer.topk_weights, output)
+    _agree(layer, moe(*call))
+    assert count_launches(lambda: moe(*call), layer.x.device)[1] == len(LAUNCHES)
+
+
+SHARED_OPTIONS: dict[str, dict[str, object]] = {
+    "swigluoai": OPTIONS["swigluoai"],
+    "one expert": OPTIONS["one expert"],
+    "256 experts": OPTIONS["256 experts"],
+    "V4-Flash's width": OPTIONS["V4-Flash's width"],
+    "every slot skipped": {"masked": 1.0},
+}
+
+
+@pytest.mark.parametrize("option", SHARED_OPTIONS)
+@pytest.mark.parametrize("recipe", ("block128", "token"))
+def test_a_shared_expert_with_options(recipe: str, option: str) -> None:
+    layer = _layer(recipe, 33, **SHARED_OPTIONS[option], **SHARED)
+    moe = _open(layer, max_tokens=100)
+    assert _tier(moe) == "HopperLayer"
+    _agree(layer, moe(layer.x, layer.topk_ids, layer.topk_weights))
+
+
+@pytest.mark.parametrize("recipe", ("block128", "token"))
+def test_a_shared_expert_alone_is_the_routed_one_with_weight_one(recipe: str) -> None:
+    """The same weights named by a slot of weight 1 give the same bits: it is one more expert, no other arithmetic."""
+    for tokens in (5, 30, 100, 300):
+        layer = _layer(recipe, tokens, num_experts=1, top_k=1, **SHARED)
+        names = ("w13", "w13_scale", "w2", "w2_scale")
+        weights = {name: getattr(layer.weights, f"shared_{name}")[None] for name in names}
+        plain = dict.fromkeys(f"shared_{name}" for name in names)
+        spec = dataclasses.replace(layer.spec, num_shared_experts=0, shared_weight=None)
+        ones = torch.ones_like(layer.topk_weights)
+        as_slot = dataclasses.replace(
+            layer, spec=spec, topk_weights=ones, weights=dataclasses.replace(layer.weights, **weights, **plain)
+        )
+        zeros = torch.zeros_like(layer.topk_ids)
+        by_slot = _open(as_slot)(layer.x, zeros, ones)
+        skipped = torch.full_like(layer.topk_ids, -1)
+        assert_bytes_equal(_open(layer)(layer.x, skipped, ones), by_slot, f"{tokens} tokens")
+
+
 ROUTINGS = {
     "all to one expert": lambda ids: torch.full_like(ids, 3),
     "every slot skipped": lambda ids: torch.full_like(ids, -1),
@@ -95,10 +149,14 @@ def test_routings(recipe: str, tokens: int, routing: str) -> None:
     _agree(layer, _open(layer)(layer.x, layer.topk_ids, layer.topk_weights))
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_runs_batches_and_graphs_give_the_same_bits(recipe: str) -> None:
+@pytest.mark.parametrize(
+    "recipe, options",
+    [*((recipe, {}) for recipe in RECIPES), ("block128", SHARED), ("token", SHARED)],
+    ids=[*RECIPES, "block128, shared", "token, shared"],
+)
+def test_runs_batches_and_graphs_give_the_same_bits(recipe: str, options: dict[str, object]) -> None:
     """A token's bits may depend on the tile its batch size picks, never on the run, the graph or what came before."""
-    layer = _layer(recipe, 300)
+    layer = _layer(recipe, 300, **options)
     moe = _open(layer)
     call = (layer.x, layer.topk_ids, layer.topk_weights)
     first = moe(*call)
@@ -144,7 +202,7 @@ def test_e4m3_scales_of_every_size() -> None:
         _agree(few, _open(few)(few.x, few.topk_ids, few.topk_weights))
 
 
-@pytest.mark.parametrize("recipe", ("block128", "token"))
+@pytest.mark.parametrize("recipe", ("block128", "token", "bf16"))
 def test_weights_of_too_many_binades_keep_the_portable_kernels(recipe: str) -> None:
     layer = _layer(recipe, 20)
     assert layer.weights.w2_scale is not None
@@ -157,7 +215,7 @@ def test_weights_of_too_many_binades_keep_the_portable_kernels(recipe: str) -> N
 @pytest.mark.parametrize(
     "options", [{"hidden": 384}, {"num_shared_experts": 1}, {"bias": True}, {"w13_layout": "interleaved"}], ids=str
 )
-@pytest.mark.parametrize("recipe", ("block128", "e4m3"))
+@pytest.mark.parametrize("recipe", ("block128", "e4m3", "bf16"))
 def test_what_the_tier_does_not_serve_runs_on_the_portable_kernels(recipe: str, options: dict[str, object]) -> None:
     layer = _layer(recipe, 20, **options)
     moe = _open(layer)
@@ -165,7 +223,26 @@ def test_what_the_tier_does_not_serve_runs_on_the_portable_kernels(recipe: str, 
     _agree(layer, moe(layer.x, layer.topk_ids, layer.topk_weights))
 
 
-@pytest.mark.parametrize("recipe", ("block128", "e4m3"))
+@pytest.mark.parametrize("recipe", ("block128", "token"))
+def test_two_shared_experts_run_on_the_portable_kernels(recipe: str) -> None:
+    """They are one MLP of twice the width, whose row is rounded once."""
+    layer = _layer(recipe, 20, num_shared_experts=2, shared_weight="e2m1")
+    moe = _open(layer)
+    assert _tier(moe) == "TritonLayer"
+    _agree(layer, moe(layer.x, layer.topk_ids, layer.topk_weights))
+
+
+def test_a_nan_of_the_shared_expert_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = _layer("block128", 20, **SHARED)
+    moe = _open(layer)
+    monkeypatch.setenv("MEGAMOE_DEBUG", "1")
+    moe(layer.x, layer.topk_ids, layer.topk_weights)
+    moe._layer._weights.w2.row_scale[-1, 7] = torch.nan  # type: ignore[attr-defined]
+    with pytest.raises(FloatingPointError, match="shared"):
+        moe(layer.x, layer.topk_ids, layer.topk_weights)
+
+
+@pytest.mark.parametrize("recipe", ("block128", "e4m3", "bf16"))
 def test_the_first_nan_is_named(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
     layer = _layer(recipe, 20)
     moe = _open(layer)

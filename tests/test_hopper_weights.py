@@ -3,11 +3,24 @@
 import pytest
 import torch
 
+import megamoe
 from megamoe import formats
-from megamoe.kernels.hopper.weights import MAX_SPAN, from_hopper, k_order, scales_unsupported_reason, to_hopper
+from megamoe.kernels.hopper.layer import plain_weights, prepare_hopper
+from megamoe.kernels.hopper.weights import (
+    MAX_SPAN,
+    bf16_k_order,
+    from_hopper,
+    k_order,
+    scales_unsupported_reason,
+    to_hopper,
+)
 from megamoe.oracle.metrics import assert_bytes_equal
+from megamoe.oracle.public_arguments import weight_arguments
+from megamoe.oracle.random_layers import random_layer
 from megamoe.oracle.reference.quantizers import BlockFormat, dequantize_weight
+from megamoe.recipe import Recipe
 
+W4A16 = Recipe("bf16xfp4", "none", "trtllm_gen")
 MXFP4 = BlockFormat("e2m1", "ue8m0", 1, 32)
 SHAPES = [(1, 128, 256), (3, 256, 512), (2, 384, 768)]
 
@@ -26,6 +39,16 @@ def test_round_trip(shape: tuple[int, int, int], pair_columns: bool) -> None:
     back = from_hopper(to_hopper(codes, scales, pair_columns=pair_columns), pair_columns=pair_columns)
     assert_bytes_equal(back[0], codes, "codes")
     assert_bytes_equal(back[1], scales, "scales")
+
+
+def test_gate_before_up_as_checkpoints_have_them() -> None:
+    """Under trtllm-gen's numerics the rows of w13 stay where they are, and its scales do not."""
+    layer = random_layer(W4A16, tokens=1, hidden=256, intermediate=256, num_experts=2, top_k=1)
+    weights = megamoe.prepare_weights(**weight_arguments(layer))
+    assert weights.w13_rows == "gate_up"
+    plain = plain_weights(prepare_hopper(weights))
+    for name in ("w13", "w13_scale", "w2", "w2_scale"):
+        assert_bytes_equal(getattr(plain, name), getattr(layer.weights, name), name)
 
 
 def test_as_many_bytes_of_codes_and_half_of_the_scales() -> None:
@@ -62,6 +85,16 @@ def _as_the_kernel_reads(codes: torch.Tensor, spans_: torch.Tensor, row_scale: t
             position = 64 * high + 16 * word + 4 * lane + i
             out[row, block * 256 + half * 128 + position] = value * row_scale[row]
     return out
+
+
+def test_the_bf16_order_gives_each_lane_the_same_codes() -> None:
+    """A lane's codes of a word are those of the FP8 order: columns 4·octet + i of its scale group, two by two."""
+    order = bf16_k_order()
+    assert torch.equal(order.sort().values, torch.arange(128))
+    for octet in range(8):
+        for c in range(4):
+            lane = torch.cat([order[16 * octet + 8 * high + 2 * c :][:2] for high in (0, 1)])
+            assert lane.tolist() == [32 * c + 4 * octet + i for i in range(4)]
 
 
 def test_the_decoder_reads_the_weights_in_k_order() -> None:

@@ -1,4 +1,4 @@
-"""E2M1 codes to E4M3 operand registers, and the layouts that keep every code in its thread."""
+"""E2M1 codes to E4M3 or BF16 operand registers, and the layouts that keep every code in its thread."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -14,6 +14,28 @@ prmt.b32 u, $3, $7, s;
 shl.b32 t, $2, 4;
 lop3.b32 $1, t, 0x80808080, u, 0xEA; }""")
 _LOOK_UP_REGISTERS = gl.constexpr("=r,=r,r,r,r,r,r,r,r,r,r")
+
+# As BF16: the magnitudes' high and low bytes come from two tables and are put together; one product per pair of codes
+# then gives them their group's power of two, exactly.
+_LOOK_UP_BF16 = gl.constexpr("""{ .reg .b32 s, h, l;
+and.b32 s, $4, 0x77777777;
+prmt.b32 h, $9, 0x40404040, s;
+prmt.b32 l, $13, 0xC0804000, s;
+lop3.b32 h, $4, 0x80808080, h, 0xEA;
+prmt.b32 $0, l, h, 0x5140;
+prmt.b32 $1, l, h, 0x7362;
+shr.u32 s, s, 16;
+prmt.b32 h, $9, 0x40404040, s;
+prmt.b32 l, $13, 0xC0804000, s;
+shl.b32 s, $4, 4;
+lop3.b32 h, s, 0x80808080, h, 0xEA;
+prmt.b32 $2, l, h, 0x5140;
+prmt.b32 $3, l, h, 0x7362;
+mul.bf16x2 $0, $0, $5;
+mul.bf16x2 $1, $1, $5;
+mul.bf16x2 $2, $2, $5;
+mul.bf16x2 $3, $3, $5; }""")
+_LOOK_UP_BF16_REGISTERS = gl.constexpr("=&r,=&r,=&r,=&r,r,r,r,r,r,r,r,r,r,r,r,r,r")
 
 # How one warpgroup reads its half of a tile, 4 KiB: 16 consecutive bytes per thread, twice.
 _BYTES = gl.constexpr(gl.BlockedLayout([1, 16], [4, 8], [4, 1], [1, 0]))
@@ -65,3 +87,43 @@ def decode(codes, spans, ODD: gl.constexpr, OPERAND: gl.constexpr):
     halves = gl.join(_to_operand(first), _to_operand(second))
     operand = halves.permute([0, 2, 1]).reshape([64, 128])
     return gl.convert_layout(operand, OPERAND).to(gl.float8e4nv, bitcast=True)
+
+
+@gluon.jit
+def _to_bf16_operand(codes):
+    """[row, group, k5, (k4, i)] → [64 rows, 64 columns], columns in `weights.bf16_k_order`: register renaming only."""
+    parts = codes.reshape([2, 4, 8, 4, 2, 2, 2, 2])  # row 3 | row 5…4 | row 2…0 | group | k5 | k4 | i1 | i0
+    return parts.permute([1, 0, 2, 4, 5, 6, 3, 7]).reshape([64, 64])
+
+
+@gluon.jit
+def bf16_tables(zero):
+    """The high and the low bytes of magnitudes 0 … 1½, plus `zero`, which must be 0 without the compiler's knowledge:
+    from constants it would make a copy for every look-up, a seventh of the main loop."""
+    return 0x3F3F3F00 + zero, zero - 0x3F800000
+
+
+@gluon.jit
+def decode_bf16(codes, spans, ODD: gl.constexpr, tables, OPERAND: gl.constexpr):
+    """BF16 [64, 64] twice, in registers: the first operands of an MMA for the first and last 64 stored positions of a
+    block of 128 columns (the ODD one of the two) of 64 rows."""
+    words = gl.convert_layout(codes.load(_BYTES).reshape([64, 4, 2, 8]), _CODES)
+    distance = spans >> 4 if ODD else spans & 0xF
+    # 2^(distance - 5) as BF16, twice.
+    factor = (distance * 0x00800080 + 0x3D003D00).expand_dims(2).expand_dims(3)
+    factor, _ = gl.broadcast(factor, gl.full([64, 4, 2, 8], 0, gl.int32, _CODES))
+    high, low = tables
+    high = gl.full([64, 4, 2, 8], 0, gl.int32, _CODES) + high
+    low = gl.full([64, 4, 2, 8], 0, gl.int32, _CODES) + low
+    first, second = gl.inline_asm_elementwise(
+        _LOOK_UP_BF16,
+        _LOOK_UP_BF16_REGISTERS,
+        [words, factor, high, low],
+        dtype=(gl.bfloat16, gl.bfloat16),
+        is_pure=True,
+        pack=4,
+    )
+    return (
+        gl.convert_layout(_to_bf16_operand(first), OPERAND),
+        gl.convert_layout(_to_bf16_operand(second), OPERAND),
+    )

@@ -23,6 +23,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from megamoe.kernels.hopper.decode import decode, load_spans
 from megamoe.kernels.hopper.epilogue import activated, column_amax, row_factors, store_quantized
 from megamoe.kernels.hopper.tma import fetch_box, stage_barriers
+from megamoe.kernels.pdl import gdc_launch_dependents, gdc_wait
 
 N = gl.constexpr(64)  # tokens of a chunk; a tile is one or two
 _C = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 32]))
@@ -201,6 +202,8 @@ def e2m1_many_gate_up_kernel(
     mbarrier.init(exchanged, count=2)
     full, empty = stage_barriers(STAGES)
     fence_async_shared()
+    gdc_wait()  # the other warps start behind it
+    gdc_launch_dependents()
     gl.warp_specialize(
         [
             (

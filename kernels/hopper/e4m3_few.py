@@ -24,29 +24,51 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from megamoe.kernels.hopper.epilogue import activated_rows, column_amax, store_columns, store_group
 from megamoe.kernels.hopper.tma import fetch_box, stage_barriers
+from megamoe.kernels.pdl import gdc_launch_dependents, gdc_wait
+
+
+@gluon.jit
+def _fetch_weights(
+    w, first, step, it, w_s, full, empty, BYTES: gl.constexpr, STAGES: gl.constexpr
+):  # fmt: skip
+    """The weights of a stage, once it is empty. Announces BYTES, its tokens' too."""
+    stage = it % STAGES
+    bar = full.index(stage)
+    mbarrier.wait(empty.index(stage), (it // STAGES) & 1 ^ 1)
+    mbarrier.expect(bar, BYTES)
+    fetch_box(w, [first, step * 128], bar, w_s.index(stage))
 
 
 @gluon.jit
 def _fetch(
     x, w, scales, tiles, tile_count, x_s, w_s, scale_s, full, empty,
     BLOCKS: gl.constexpr, STEPS: gl.constexpr, STAGES: gl.constexpr, N: gl.constexpr, GROUPS: gl.constexpr,
+    EARLY: gl.constexpr,
 ):  # fmt: skip
-    """The producer warp."""
+    """The producer warp; EARLY as in `expert_gemm`."""
     BYTES: gl.constexpr = 128 * 128 + N * 128 + GROUPS * scale_s.shape[2] * 4
+    program = gl.program_id(0)
+    items = gl.load(tile_count, cache_modifier=".cg") * BLOCKS
+    if EARLY > 0:
+        if program < items:
+            expert = gl.load(tiles + program // BLOCKS * 4, cache_modifier=".cg")
+            first = (expert * BLOCKS + program % BLOCKS) * 128
+            for step in range(EARLY):
+                _fetch_weights(w, first, step, step, w_s, full, empty, BYTES, STAGES)
+        gdc_wait()
+        gdc_launch_dependents()
     it = 0
-    for item in range(gl.program_id(0), gl.load(tile_count) * BLOCKS, gl.num_programs(0)):
+    for item in range(program, items, gl.num_programs(0)):
         tile = tiles + item // BLOCKS * 4
         expert = gl.load(tile)
         row0 = gl.load(tile + 1)
         first = (expert * BLOCKS + item % BLOCKS) * 128
         for step in range(STEPS):
+            if (EARLY == 0) | (it >= EARLY):
+                _fetch_weights(w, first, step, it, w_s, full, empty, BYTES, STAGES)
             stage = it % STAGES
-            bar = full.index(stage)
-            mbarrier.wait(empty.index(stage), (it // STAGES) & 1 ^ 1)
-            mbarrier.expect(bar, BYTES)
-            fetch_box(w, [first, step * 128], bar, w_s.index(stage))
-            fetch_box(x, [row0, step * 128], bar, x_s.index(stage))
-            fetch_box(scales, [step * GROUPS, row0], bar, scale_s.index(stage))
+            fetch_box(x, [row0, step * 128], full.index(stage), x_s.index(stage))
+            fetch_box(scales, [step * GROUPS, row0], full.index(stage), scale_s.index(stage))
             it += 1
 
 
@@ -126,6 +148,7 @@ def _consume_down(
     WG: gl.constexpr, tiles, tile_count, x_s, w_s, scale_s, full, empty, weight_scale, row_slots, out,
     BLOCKS: gl.constexpr, H: gl.constexpr, STEPS: gl.constexpr, STAGES: gl.constexpr, N: gl.constexpr,
 ):  # fmt: skip
+    gdc_wait()  # the tile list, and `out`, come behind it
     it = 0
     for item in range(gl.program_id(0), gl.load(tile_count) * BLOCKS, gl.num_programs(0)):
         tile = tiles + item // BLOCKS * 4
@@ -167,6 +190,8 @@ def e4m3_few_gate_up_kernel(
     mbarrier.init(exchanged, count=2)
     full, empty = stage_barriers(STAGES)
     fence_async_shared()
+    gdc_wait()  # the other warps start behind it
+    gdc_launch_dependents()
     gl.warp_specialize(
         [
             (
@@ -183,7 +208,7 @@ def e4m3_few_gate_up_kernel(
             ),
             (
                 _fetch,
-                (x, w, scales, tiles, tile_count, x_s, w_s, scale_s, full, empty, BLOCKS, STEPS, STAGES, N, 1),
+                (x, w, scales, tiles, tile_count, x_s, w_s, scale_s, full, empty, BLOCKS, STEPS, STAGES, N, 1, 0),
             ),
         ],
         [4, 1],
@@ -218,7 +243,8 @@ def e4m3_few_down_kernel(
             ),
             (
                 _fetch,
-                (x, w, scales, tiles, tile_count, x_s, w_s, scale_s, full, empty, BLOCKS, STEPS, STAGES, N, 2),
+                (x, w, scales, tiles, tile_count, x_s, w_s, scale_s, full, empty,
+                 BLOCKS, STEPS, STAGES, N, 2, min(STAGES, STEPS)),
             ),
         ],
         [4, 1],

@@ -27,32 +27,56 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from megamoe.kernels.hopper.epilogue import activated_columns, store_group_rows, store_token_rows
 from megamoe.kernels.hopper.tma import fetch_box, stage_barriers
+from megamoe.kernels.pdl import gdc_launch_dependents, gdc_wait
 
 _C = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 32]))
 
 
 @gluon.jit
+def _fetch_weights(
+    w, first, step, rows, it, w_s, full, empty, STAGES: gl.constexpr, K: gl.constexpr
+):  # fmt: skip
+    """The weights of a stage, once it is empty. Announces its tokens' bytes too."""
+    BYTES: gl.constexpr = (256 + 64) * K + 128 * 4
+    stage = it % STAGES
+    bar = full.index(stage)
+    mbarrier.wait(empty.index(stage), (it // STAGES) & 1 ^ 1)
+    mbarrier.expect(bar, BYTES + 64 * K, pred=rows > 64)
+    mbarrier.expect(bar, BYTES, pred=rows <= 64)
+    fetch_box(w, [first, step * K], bar, w_s.index(stage * 2))
+    fetch_box(w, [first + 128, step * K], bar, w_s.index(stage * 2 + 1))
+
+
+@gluon.jit
 def _fetch(
     x, w, scales, tiles, tile_count, x_s, w_s, scale_s, full, empty,
-    BLOCKS: gl.constexpr, STEPS: gl.constexpr, STAGES: gl.constexpr, K: gl.constexpr,
+    BLOCKS: gl.constexpr, STEPS: gl.constexpr, STAGES: gl.constexpr, K: gl.constexpr, EARLY: gl.constexpr,
 ):  # fmt: skip
-    """The producer warp."""
-    BYTES: gl.constexpr = (256 + 64) * K + 128 * 4
+    """The producer warp; EARLY as in `expert_gemm`."""
+    program = gl.program_id(0)
+    items = gl.load(tile_count, cache_modifier=".cg") * BLOCKS
+    if EARLY > 0:
+        if program < items:
+            tile = tiles + program // BLOCKS * 4
+            expert = gl.load(tile, cache_modifier=".cg")
+            rows = gl.load(tile + 2, cache_modifier=".cg")
+            first = (expert * BLOCKS + program % BLOCKS) * 256
+            for step in range(EARLY):
+                _fetch_weights(w, first, step, rows, step, w_s, full, empty, STAGES, K)
+        gdc_wait()
+        gdc_launch_dependents()
     it = 0
-    for item in range(gl.program_id(0), gl.load(tile_count) * BLOCKS, gl.num_programs(0)):
+    for item in range(program, items, gl.num_programs(0)):
         tile = tiles + item // BLOCKS * 4
         expert = gl.load(tile)
         row0 = gl.load(tile + 1)
         rows = gl.load(tile + 2)
         first = (expert * BLOCKS + item % BLOCKS) * 256
         for step in range(STEPS):
+            if (EARLY == 0) | (it >= EARLY):
+                _fetch_weights(w, first, step, rows, it, w_s, full, empty, STAGES, K)
             stage = it % STAGES
             bar = full.index(stage)
-            mbarrier.wait(empty.index(stage), (it // STAGES) & 1 ^ 1)
-            mbarrier.expect(bar, BYTES + 64 * K, pred=rows > 64)
-            mbarrier.expect(bar, BYTES, pred=rows <= 64)
-            fetch_box(w, [first, step * K], bar, w_s.index(stage * 2))
-            fetch_box(w, [first + 128, step * K], bar, w_s.index(stage * 2 + 1))
             fetch_box(x, [row0, step * K], bar, x_s.index(stage * 2))
             fetch_box(x, [row0 + 64, step * K], bar, x_s.index(stage * 2 + 1), pred=rows > 64)
             fetch_box(scales, [step, row0], bar, scale_s.index(stage))
@@ -167,6 +191,7 @@ def _consume_down(
     WG: gl.constexpr, tiles, tile_count, x_s, w_s, scale_s, full, empty, weight_scale, row_slots, out,
     BLOCKS: gl.constexpr, H: gl.constexpr, STEPS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
+    gdc_wait()  # the tile list, and `out`, come behind it
     it = 0
     for item in range(gl.program_id(0), gl.load(tile_count) * BLOCKS, gl.num_programs(0)):
         tile = tiles + item // BLOCKS * 4
@@ -212,6 +237,8 @@ def e4m3_many_gate_up_kernel(
     x_s, w_s, scale_s = _stage_buffers(x, w, scales, STAGES, K)
     full, empty = stage_barriers(STAGES)
     fence_async_shared()
+    gdc_wait()  # the other warps start behind it
+    gdc_launch_dependents()
     gl.warp_specialize(
         [
             (
@@ -228,7 +255,7 @@ def e4m3_many_gate_up_kernel(
             ),
             (
                 _fetch,
-                (x, w, scales, tiles, tile_count, x_s, w_s, scale_s, full, empty, BLOCKS, STEPS, STAGES, K),
+                (x, w, scales, tiles, tile_count, x_s, w_s, scale_s, full, empty, BLOCKS, STEPS, STAGES, K, 0),
             ),
         ],
         [4, 1],
@@ -265,7 +292,8 @@ def e4m3_many_down_kernel(
             ),
             (
                 _fetch,
-                (x, w, scales, tiles, tile_count, x_s, w_s, scale_s, full, empty, BLOCKS, STEPS, RING, K),
+                (x, w, scales, tiles, tile_count, x_s, w_s, scale_s, full, empty,
+                 BLOCKS, STEPS, RING, K, min(RING, STEPS)),
             ),
         ],
         [4, 1],

@@ -43,6 +43,16 @@ def gated(gate, up, clamp, alpha, beta, ACTIVATION: gl.constexpr, HAS_CLAMP: gl.
 
 
 @gluon.jit
+def activated_sums(
+    acc, row_scale, clamp, alpha, beta, BM: gl.constexpr, ACTIVATION: gl.constexpr, HAS_CLAMP: gl.constexpr
+):  # fmt: skip
+    """fp32 [32, BM]: the activation of 32 gate and 32 up rows, which have no scales but the weights'."""
+    acc = _scaled(acc, row_scale, row_scale, 0, 0, 0, BM, False)
+    gate, up = acc.reshape([4, 2, 8, BM]).permute([0, 2, 3, 1]).split()
+    return gated(gate, up, clamp, alpha, beta, ACTIVATION, HAS_CLAMP).reshape([32, BM])
+
+
+@gluon.jit
 def activated_rows(
     acc, row_weight, row0, m0, rows, clamp, alpha, beta,
     BM: gl.constexpr, ACTIVATION: gl.constexpr, HAS_CLAMP: gl.constexpr,
@@ -112,13 +122,34 @@ def store_quantized(
 
 
 @gluon.jit
+def store_bf16(act, out, row0, m0, rows, block, group, WIDTH: gl.constexpr, BM: gl.constexpr):
+    """BF16 in pairs: `act` [32, BM] are the columns of scale group `group` of 128-column block `block`; they go where
+    `weights.bf16_k_order` puts them. `out` int32 [capacity, WIDTH/2]."""
+    values = gl.convert_layout(act, _BYTES_OUT)
+    even, odd = values.reshape([16, 2, BM]).permute([0, 2, 1]).split()
+    pairs = _bf16_pairs(even, odd)
+    LAYOUT: gl.constexpr = pairs.type.layout
+    pair = gl.arange(0, 16, gl.SliceLayout(1, LAYOUT))
+    position = block * 64 + pair // 2 * 8 + pair % 2 * 4 + group
+    m = m0 + gl.arange(0, BM, gl.SliceLayout(0, LAYOUT))
+    offset = (row0 + m).to(gl.int64).expand_dims(0) * (WIDTH // 2) + position.expand_dims(1)
+    gl.store(out + offset, pairs, mask=(m < rows).expand_dims(0))
+
+
+@gluon.jit
+def _bf16_pairs(low, high):
+    """int32: two fp32 each as BF16, rounded to nearest even."""
+    return gl.inline_asm_elementwise(
+        "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", [low, high], dtype=gl.int32, is_pure=True, pack=1
+    )
+
+
+@gluon.jit
 def store_rows(acc, row_scale, row_slots, out, row0, m0, rows, n0, WIDTH: gl.constexpr, BM: gl.constexpr):
     """BF16 rows of the slots, two neighbouring columns at a time; `out` int32 [slots, WIDTH/2]."""
     acc = _scaled(acc, row_scale, row_scale, row0, m0, rows, BM, False)
     even, odd = acc.reshape([4, 2, 8, BM]).permute([0, 2, 3, 1]).split()
-    pairs = gl.inline_asm_elementwise(
-        "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", [even, odd], dtype=gl.int32, is_pure=True, pack=1
-    )
+    pairs = _bf16_pairs(even, odd)
     LAYOUT: gl.constexpr = pairs.type.layout
     warp = gl.arange(0, 4, gl.SliceLayout(1, gl.SliceLayout(2, LAYOUT))).expand_dims(1).expand_dims(2)
     lane = gl.arange(0, 8, gl.SliceLayout(0, gl.SliceLayout(2, LAYOUT))).expand_dims(0).expand_dims(2)

@@ -18,7 +18,8 @@ Why it cannot deadlock: items are a fixed sequence that producer and consumers w
 The producer waits only for a stage that consumers free in the same order; a consumer waits only for a stage that the
 producer fills before any later one; the warpgroups wait for each other once per item, after their last stage of it. An
 item's maxima lie in one of two buffers in turn, and a warpgroup can enter item i + 2 only after the other has read
-those of item i.
+those of item i. The kernel before this one, for which `gdc_wait` waits, needs nothing of it: all of its programs run
+or have ended (`pdl`).
 """
 
 from triton.experimental import gluon
@@ -33,51 +34,92 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from megamoe.kernels.hopper.decode import decode, load_spans
 from megamoe.kernels.hopper.epilogue import activated, column_amax, row_factors, store_quantized, store_rows
 from megamoe.kernels.hopper.tma import fetch_box, stage_barriers
+from megamoe.kernels.pdl import gdc_launch_dependents, gdc_wait
 
 CODE_BYTES = gl.constexpr(16384)  # of a stage: 128 rows × 256 columns
 SPAN_BYTES = gl.constexpr(512)
 
 
 @gluon.jit
+def _fetch_weights(
+    codes, spans, block, rows, it, code_s, span_s, full, empty,
+    BYTES: gl.constexpr, STAGES: gl.constexpr, N0: gl.constexpr, N1: gl.constexpr, N2: gl.constexpr,
+):  # fmt: skip
+    """The weights of a stage, once it is empty. Announces what `rows` tokens add to BYTES too."""
+    stage = it % STAGES
+    bar = full.index(stage)
+    mbarrier.wait(empty.index(stage), (it // STAGES) & 1 ^ 1)
+    if N2 > 0:
+        mbarrier.expect(bar, BYTES + (N1 + N2) * 256, pred=rows > N0 + N1)
+        mbarrier.expect(bar, BYTES + N1 * 256, pred=(rows > N0) & (rows <= N0 + N1))
+        mbarrier.expect(bar, BYTES, pred=rows <= N0)
+    elif N1 > 0:
+        mbarrier.expect(bar, BYTES + N1 * 256, pred=rows > N0)
+        mbarrier.expect(bar, BYTES, pred=rows <= N0)
+    else:
+        mbarrier.expect(bar, BYTES)
+    fetch_box(codes, [block * 128, 0], bar, code_s.index(stage))
+    fetch_box(spans, [block * 16, 0], bar, span_s.index(stage))
+
+
+@gluon.jit
+def _fetch_tokens(
+    x0, x1, x2, scales, k, row0, rows, it, x0_s, x1_s, x2_s, scale_s, full,
+    STAGES: gl.constexpr, N0: gl.constexpr, N1: gl.constexpr, N2: gl.constexpr, PER_TOKEN: gl.constexpr,
+):  # fmt: skip
+    """A stage's tokens and their scales."""
+    stage = it % STAGES
+    bar = full.index(stage)
+    for half in gl.static_range(2):
+        column = k * 256 + half * 128
+        fetch_box(x0, [row0, column], bar, x0_s.index(stage * 2 + half))
+        if N1 > 0:
+            fetch_box(x1, [row0 + N0, column], bar, x1_s.index(stage * 2 + half), pred=rows > N0)
+        if N2 > 0:
+            fetch_box(x2, [row0 + N0 + N1, column], bar, x2_s.index(stage * 2 + half), pred=rows > N0 + N1)
+    if not PER_TOKEN:
+        fetch_box(scales, [k * 2, row0], bar, scale_s.index(stage))
+
+
+@gluon.jit
 def _fetch(
     x0, x1, x2, codes, spans, scales, tiles, tile_count, code_s, span_s, x0_s, x1_s, x2_s, scale_s, full, empty,
     BLOCKS: gl.constexpr, SUBTILES: gl.constexpr, STEPS: gl.constexpr, STAGES: gl.constexpr,
-    N0: gl.constexpr, N1: gl.constexpr, N2: gl.constexpr, PER_TOKEN: gl.constexpr,
+    N0: gl.constexpr, N1: gl.constexpr, N2: gl.constexpr, PER_TOKEN: gl.constexpr, EARLY: gl.constexpr,
 ):  # fmt: skip
-    """The producer warp."""
-    BASE: gl.constexpr = CODE_BYTES + SPAN_BYTES + N0 * 256 + (0 if PER_TOKEN else scale_s.shape[2] * 8)
+    """The producer warp. It asks for the weights of the first EARLY stages before it waits for the kernel that writes
+    their tokens (`pdl`); EARLY = 0: that one has completed."""
+    BYTES: gl.constexpr = CODE_BYTES + SPAN_BYTES + N0 * 256 + (0 if PER_TOKEN else scale_s.shape[2] * 8)
+    program = gl.program_id(0)
+    items = gl.load(tile_count, cache_modifier=".cg") * BLOCKS
+    if EARLY > 0:
+        if program < items:
+            tile = tiles + program // BLOCKS * 4
+            expert = gl.load(tile, cache_modifier=".cg")
+            rows = gl.load(tile + 2, cache_modifier=".cg")
+            first = (expert * BLOCKS + program % BLOCKS) * STEPS
+            for step in range(EARLY):
+                _fetch_weights(
+                    codes, spans, first + step, rows, step, code_s, span_s, full, empty, BYTES, STAGES, N0, N1, N2
+                )
+        gdc_wait()
+        gdc_launch_dependents()
     it = 0
-    for item in range(gl.program_id(0), gl.load(tile_count) * BLOCKS, gl.num_programs(0)):
+    for item in range(program, items, gl.num_programs(0)):
         tile = tiles + item // BLOCKS * 4
         rows = gl.load(tile + 2)
         expert = gl.load(tile)
         row0 = gl.load(tile + 1)
         first = (expert * BLOCKS + item % BLOCKS) * (SUBTILES * STEPS)
         for step in range(SUBTILES * STEPS):
-            stage = it % STAGES
-            mbarrier.wait(empty.index(stage), (it // STAGES) & 1 ^ 1)
-            if N2 > 0:
-                mbarrier.expect(full.index(stage), BASE + (N1 + N2) * 256, pred=rows > N0 + N1)
-                mbarrier.expect(full.index(stage), BASE + N1 * 256, pred=(rows > N0) & (rows <= N0 + N1))
-                mbarrier.expect(full.index(stage), BASE, pred=rows <= N0)
-            elif N1 > 0:
-                mbarrier.expect(full.index(stage), BASE + N1 * 256, pred=rows > N0)
-                mbarrier.expect(full.index(stage), BASE, pred=rows <= N0)
-            else:
-                mbarrier.expect(full.index(stage), BASE)
-            bar = full.index(stage)
-            fetch_box(codes, [(first + step) * 128, 0], bar, code_s.index(stage))
-            fetch_box(spans, [(first + step) * 16, 0], bar, span_s.index(stage))
-            k = step % STEPS
-            for half in gl.static_range(2):
-                column = k * 256 + half * 128
-                fetch_box(x0, [row0, column], bar, x0_s.index(stage * 2 + half))
-                if N1 > 0:
-                    fetch_box(x1, [row0 + N0, column], bar, x1_s.index(stage * 2 + half), pred=rows > N0)
-                if N2 > 0:
-                    fetch_box(x2, [row0 + N0 + N1, column], bar, x2_s.index(stage * 2 + half), pred=rows > N0 + N1)
-            if not PER_TOKEN:
-                fetch_box(scales, [k * 2, row0], bar, scale_s.index(stage))
+            if (EARLY == 0) | (it >= EARLY):  # else they are under way
+                _fetch_weights(
+                    codes, spans, first + step, rows, it, code_s, span_s, full, empty, BYTES, STAGES, N0, N1, N2
+                )
+            _fetch_tokens(
+                x0, x1, x2, scales, step % STEPS, row0, rows, it, x0_s, x1_s, x2_s, scale_s, full,
+                STAGES, N0, N1, N2, PER_TOKEN,
+            )  # fmt: skip
             it += 1
 
 
@@ -356,6 +398,7 @@ def _consume_down(
     BLOCKS: gl.constexpr, H: gl.constexpr, STEPS: gl.constexpr, STAGES: gl.constexpr,
     N0: gl.constexpr, N1: gl.constexpr, N2: gl.constexpr,
 ):  # fmt: skip
+    gdc_wait()  # the tile list, and `out`, come behind it
     it = 0
     for item in range(gl.program_id(0), gl.load(tile_count) * BLOCKS, gl.num_programs(0)):
         tile = tiles + item // BLOCKS * 4
@@ -445,6 +488,8 @@ def hopper_gate_up_kernel(
     mbarrier.init(exchanged, count=2)
     full, empty = stage_barriers(STAGES)
     fence_async_shared()
+    gdc_wait()  # the other warps start behind it
+    gdc_launch_dependents()
     gl.warp_specialize(
         [
             (
@@ -465,7 +510,7 @@ def hopper_gate_up_kernel(
                 _fetch,
                 (x0, x1, x2, codes, spans, scales, tiles, tile_count,
                  code_s, span_s, x0_s, x1_s, x2_s, scale_s, full, empty,
-                 BLOCKS, 2, STEPS, STAGES, N0, N1, N2, PER_TOKEN),
+                 BLOCKS, 2, STEPS, STAGES, N0, N1, N2, PER_TOKEN, 0),
             ),
         ],
         [4, 1],
@@ -503,7 +548,7 @@ def hopper_down_kernel(
                 _fetch,
                 (x0, x1, x2, codes, spans, scales, tiles, tile_count,
                  code_s, span_s, x0_s, x1_s, x2_s, scale_s, full, empty,
-                 BLOCKS, 1, STEPS, STAGES, N0, N1, N2, False),
+                 BLOCKS, 1, STEPS, STAGES, N0, N1, N2, False, min(STAGES, STEPS)),
             ),
         ],
         [4, 1],

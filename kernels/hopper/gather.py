@@ -11,6 +11,7 @@ import triton.language as tl
 
 from megamoe.codegen.job import CompileJob
 from megamoe.kernels.hopper.scatter import pack_tiles
+from megamoe.kernels.pdl import gdc_launch_dependents, gdc_wait, overlaps
 from megamoe.kernels.routing import RoutingPlan
 
 
@@ -18,7 +19,7 @@ from megamoe.kernels.routing import RoutingPlan
 def gather_kernel(
     x, sf, topk_weights, slot_rows, tiles, q, scale, row_weight, packed_tiles, tile_count,
     x_stride, sf_stride, num_tokens, num_tiles, capacity,
-    H: tl.constexpr, TOP_K: tl.constexpr, K_ORDER: tl.constexpr, GROUPS: tl.constexpr,
+    H: tl.constexpr, TOP_K: tl.constexpr, K_ORDER: tl.constexpr, GROUPS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program (t, g): token t, GROUPS blocks of 128 columns, copied to the row of each of its slots. Program (T, 0)
     packs the tile list.
@@ -27,6 +28,9 @@ def gather_kernel(
     [capacity, H/4], blocks of 128 columns in `weights.k_order` where K_ORDER; scale fp32 [H/128, capacity]; row_weight
     fp32 [capacity]: the slots' weights as they are, the pre-dispatch has applied factors. Safe: as `scatter_kernel`.
     """
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
     if tl.program_id(0) == num_tokens:
         if tl.program_id(1) == 0:
             pack_tiles(tiles, packed_tiles, tile_count, num_tiles)
@@ -77,7 +81,8 @@ def gather(
         gather_kernel[tokens + 1, triton.cdiv(blocks, groups)](
             words, sf, topk_weights, plan.slot_rows, plan.tiles, q.view(torch.int32), scale, row_weight,
             packed_tiles, tile_count, words.stride(0), sf.stride(0), tokens, num_tiles, q.shape[0],
-            H=hidden, TOP_K=top_k, K_ORDER=k_order, GROUPS=groups, num_warps=4,
+            H=hidden, TOP_K=top_k, K_ORDER=k_order, GROUPS=groups, PDL=overlaps(x), launch_pdl=overlaps(x),
+            num_warps=4,
         )  # fmt: skip
 
 
@@ -96,8 +101,8 @@ def compile_jobs(arch: int) -> list[CompileJob]:
             recipe="fp8xfp4/block128/deep_gemm_sm90" if k_order else "fp8xfp8/block128/deep_gemm_sm90",
             fn=gather_kernel,
             signature=signature,
-            constexprs={"H": 4096, "TOP_K": 6, "K_ORDER": k_order, "GROUPS": 16},
-            options={"num_warps": 4},
+            constexprs={"H": 4096, "TOP_K": 6, "K_ORDER": k_order, "GROUPS": 16, "PDL": True},
+            options={"num_warps": 4, "launch_pdl": True},
             divisible_by_16=frozenset(arg for arg, kind in signature.items() if kind.startswith("*")),
         )
         for k_order in (False, True)

@@ -6,15 +6,24 @@ from triton.experimental.gluon import language as gl
 
 from megamoe.codegen.job import CompileJob
 from megamoe.kernels.hopper.config import TILES, HopperTile
+from megamoe.kernels.hopper.e2m1_bf16 import e2m1_bf16_down_kernel, e2m1_bf16_gate_up_kernel
 from megamoe.kernels.hopper.e2m1_many import e2m1_many_gate_up_kernel
 from megamoe.kernels.hopper.e4m3_few import e4m3_few_down_kernel, e4m3_few_gate_up_kernel
 from megamoe.kernels.hopper.e4m3_many import e4m3_many_down_kernel, e4m3_many_gate_up_kernel
 from megamoe.kernels.hopper.expert_gemm import hopper_down_kernel, hopper_gate_up_kernel
-from megamoe.kernels.hopper.layouts import PLAIN_FP32, SWIZZLED_32, SWIZZLED_64, SWIZZLED_128
-from megamoe.kernels.hopper.options import constexprs, e4m3_boxes, e4m3_constexprs, launch_options, wide_constexprs
+from megamoe.kernels.hopper.layouts import BF16_SWIZZLED_128, PLAIN_FP32, SWIZZLED_32, SWIZZLED_64, SWIZZLED_128
+from megamoe.kernels.hopper.options import (
+    bf16_constexprs,
+    constexprs,
+    e4m3_boxes,
+    e4m3_constexprs,
+    launch_options,
+    wide_constexprs,
+)
 
 _H, _I = 4096, 2048  # DeepSeek-V4-Flash
 _E4M3 = "fp8xfp8/block128/deep_gemm_sm90"
+_BF16 = "bf16xfp4/none/trtllm_gen"
 _GATE_UP = {
     "row_weight": "*fp32", "out": "*u8", "out_scale": "*fp32", "capacity": "i32",
     "clamp": "fp32", "alpha": "fp32", "beta": "fp32",
@@ -28,6 +37,8 @@ def compile_jobs(arch: int) -> list[CompileJob]:
     jobs = []
     for _, tile in TILES["e2m1"]:
         jobs += [_gate_up(tile, per_token) for per_token in (False, True)] + [_down(tile)]
+    for _, tile in TILES["bf16"]:
+        jobs += [_bf16_gate_up(tile), _bf16_down(tile)]
     for _, tile in TILES["e4m3"]:
         jobs += [_e4m3_gate_up(tile), _e4m3_down(tile)]
     return jobs
@@ -49,12 +60,15 @@ def _operands(tile: HopperTile) -> dict[str, str]:
     }
 
 
+_SCALES = {"fp8xfp8": "e4m3", "bf16xfp4": "bf16"}  # where the recipe's scale does not tell its kernels from others
+
+
 def _job(
     kernel: str, recipe: str, tile: HopperTile, fn: object, signature: dict[str, str], consts: dict[str, object]
 ) -> CompileJob:
     mma_type, scale, _ = recipe.split("/")
     return CompileJob(
-        name=f"hopper {kernel}/{scale if mma_type == 'fp8xfp4' else 'e4m3'}/{tile}",
+        name=f"hopper {kernel}/{_SCALES.get(mma_type, scale)}/{tile}",
         kernel=f"hopper_{kernel}",
         recipe=recipe,
         fn=fn,
@@ -89,6 +103,27 @@ def _gate_up(tile: HopperTile, per_token: bool) -> CompileJob:
 def _down(tile: HopperTile) -> CompileJob:
     signature = {**_operands(tile), "row_slots": "*i32", "out": "*i32"}
     return _job("down", "fp8xfp4/block128/deep_gemm_sm90", tile, hopper_down_kernel, signature, dict(constexprs(tile)))
+
+
+def _bf16_operands(tile: HopperTile) -> dict[str, str]:
+    return {
+        "x": _descriptor("bf16", [tile.chunks[0], 64], BF16_SWIZZLED_128),
+        "codes": _descriptor("u8", [64 if tile.wide else 128, 128], SWIZZLED_128),
+        "spans": _descriptor("u8", [16, 32], SWIZZLED_32),
+        **_TILE_LIST,
+        "row_scale": "*fp32",
+    }
+
+
+def _bf16_gate_up(tile: HopperTile) -> CompileJob:
+    signature = {**_bf16_operands(tile), "out": "*i32", "clamp": "fp32", "alpha": "fp32", "beta": "fp32"}
+    consts = {**bf16_constexprs(tile), "ACTIVATION": "swiglu", "HAS_CLAMP": True}
+    return _job("gate_up", _BF16, tile, e2m1_bf16_gate_up_kernel, signature, consts)
+
+
+def _bf16_down(tile: HopperTile) -> CompileJob:
+    signature = {**_bf16_operands(tile), "row_slots": "*i32", "out": "*i32"}
+    return _job("down", _BF16, tile, e2m1_bf16_down_kernel, signature, dict(bf16_constexprs(tile)))
 
 
 def _e4m3_operands(tile: HopperTile, groups: int) -> dict[str, str]:

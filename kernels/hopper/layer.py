@@ -1,27 +1,31 @@
-"""A layer of FP8 tokens and MXFP4 or E4M3 weights on SM90: plan, scatter, two GEMMs, combine.
+"""A layer of FP8 or BF16 tokens and MXFP4 or E4M3 weights on SM90: plan, scatter, two GEMMs, combine.
 
-Five launches, no host sync, no allocation.
+Five launches, each behind the plan starting before the last one ends (`pdl`), no host sync, no allocation.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
 
 import torch
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from megamoe import profile
 from megamoe.kernels.combine import combine
+from megamoe.kernels.hopper.bf16 import bf16_down, bf16_gate_up
 from megamoe.kernels.hopper.config import ROW_ALIGN, HopperTile, choose_tile, smallest_block_m
+from megamoe.kernels.hopper.copy_rows import copy_rows
 from megamoe.kernels.hopper.e2m1_many import e2m1_many_gate_up_kernel
 from megamoe.kernels.hopper.e4m3 import E4m3Matrix, e4m3_down, e4m3_gate_up
 from megamoe.kernels.hopper.expert_gemm import hopper_down_kernel, hopper_gate_up_kernel
 from megamoe.kernels.hopper.layouts import PLAIN_FP32, SWIZZLED_32, SWIZZLED_128
 from megamoe.kernels.hopper.options import constexprs, launch_options, wide_constexprs
-from megamoe.kernels.hopper.scatter import scatter
+from megamoe.kernels.hopper.scatter import SharedRows, scatter
 from megamoe.kernels.hopper.weights import HopperMatrix, from_hopper, to_hopper
 from megamoe.kernels.layouts.gate_up import deinterleave_gate_up
 from megamoe.kernels.operands import weight_bytes
+from megamoe.kernels.pdl import overlaps
 from megamoe.kernels.routing import RoutingPlan, allocate_plan, build_plan, max_rows, max_tiles
 from megamoe.parameters import LayerParameters
 from megamoe.plain_weights import PlainWeights
@@ -33,10 +37,12 @@ _CAPACITY_ALIGN = 256  # the widest box of scales; no tensor is narrower than a 
 
 @dataclass(frozen=True)
 class HopperWeights:
-    """w13 with gate and up interleaved by eights; w2 with rows 2g and 2g + 1 of each 16 at g and g + 8."""
+    """w13 with gate and up interleaved by eights; w2 with rows 2g and 2g + 1 of each 16 at g and g + 8; the last expert
+    of both is the shared one where `has_shared`."""
 
     w13: HopperMatrix
     w2: HopperMatrix
+    has_shared: bool = field(default=False, kw_only=True)
 
     @property
     def nbytes(self) -> int:
@@ -59,15 +65,33 @@ Weights = HopperWeights | E4m3Weights
 
 
 def prepare_hopper(weights: MoEWeights) -> Weights:
-    """Prepared weights (`MoEWeights`, rows in tile order) as this tier reads them: E4M3 as it is, MXFP4 in tiles.
+    """Prepared weights (`MoEWeights`, rows in tile order; MXFP4: or gate before up) as this tier reads them: E4M3 as it
+    is, MXFP4 in tiles.
 
-    `ValueError` where the scales of a row of MXFP4 span too much (`to_hopper`).
+    A shared expert of MXFP4 becomes one more expert. `ValueError` where the scales of a row of MXFP4 span too much
+    (`to_hopper`).
     """
     if weights.routed.format == "e4m3":
         return e4m3_weights(weights.routed)
-    scales = plain_scales(weights)
+    w13, w2 = _codes_and_scales(weights)
+    shared = only_shared(weights)
+    shared_w13, shared_w2 = (None, None) if shared is None else _codes_and_scales(shared)
+    return HopperWeights(
+        to_hopper(*w13, shared=shared_w13, gate_up=weights.w13_rows == "gate_up"),
+        to_hopper(*w2, shared=shared_w2, pair_columns=True),
+        has_shared=shared is not None,
+    )
+
+
+def only_shared(weights: MoEWeights) -> MoEWeights | None:
+    """The shared experts' matrices [N, ..] in the place of the routed ones; None where there are none."""
+    return None if weights.shared is None else replace(weights, routed=weights.shared, shared=None)
+
+
+def _codes_and_scales(weights: MoEWeights) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Of the routed w13 and w2, MXFP4: codes uint8 [.., N, K/2] and scales uint8 [.., N, K/32]."""
     codes = weight_bytes(weights.routed.w13), weight_bytes(weights.routed.w2)
-    return HopperWeights(to_hopper(codes[0], scales[0]), to_hopper(codes[1], scales[1], pair_columns=True))
+    return list(zip(codes, plain_scales(weights)))
 
 
 def e4m3_unsupported_reason(matrices: ExpertMatrices) -> str | None:
@@ -97,7 +121,13 @@ def plain_weights(weights: Weights) -> PlainWeights:
     if isinstance(weights, E4m3Weights):
         return PlainWeights(deinterleave_gate_up(weights.w13.weight, "gran8"), weights.w13.scale, *weights.w2)
     w13, w13_scale = (deinterleave_gate_up(t, "gran8") for t in from_hopper(weights.w13))
-    return PlainWeights(w13, w13_scale, *from_hopper(weights.w2, pair_columns=True))
+    w2, w2_scale = from_hopper(weights.w2, pair_columns=True)
+    if not weights.has_shared:
+        return PlainWeights(w13, w13_scale, w2, w2_scale)
+    return PlainWeights(
+        w13[:-1], w13_scale[:-1], w2[:-1], w2_scale[:-1],
+        shared_w13=w13[-1], shared_w13_scale=w13_scale[-1], shared_w2=w2[-1], shared_w2_scale=w2_scale[-1],
+    )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -107,6 +137,13 @@ class HopperWorkspace:
     q E4M3 [C, H] and act E4M3 [C, I], permuted rows, for MXFP4 weights in `weights.k_order`; scale fp32 [C] or
     [H/128, C]; act_scale fp32 [I/mid_group, C]; row_weight fp32 [C]; packed_tiles int32 as the plan's tiles, without
     holes, and their number; rows BF16 [T, K, H].
+
+    BF16 tokens: q and act BF16, in `weights.bf16_k_order`; slot_weights fp32 [T, K], for the combine; scale, row_weight
+    and act_scale are empty.
+
+    With a shared expert token t is also in row `first_shared_row` + t, behind all rows of the plan; rows BF16
+    [T, K + 1, H], its own last, and row_targets int32 [C] says which of the T·(K + 1) each of the C rows becomes. None
+    without: the plan's sorted_slots says it.
     """
 
     plan: RoutingPlan
@@ -118,6 +155,8 @@ class HopperWorkspace:
     act: torch.Tensor
     act_scale: torch.Tensor
     rows: torch.Tensor
+    slot_weights: torch.Tensor | None
+    row_targets: torch.Tensor | None
 
     @classmethod
     def allocate(
@@ -126,29 +165,48 @@ class HopperWorkspace:
         """`rows`: the caller's, where it has such a buffer already."""
         slots, experts = max_tokens * spec.top_k, spec.num_local_experts
         plan = allocate_plan(max_tokens, spec.top_k, experts, smallest_block_m(spec), device, row_align=ROW_ALIGN)
-        capacity = -(-max_rows(slots, experts, ROW_ALIGN) // _CAPACITY_ALIGN) * _CAPACITY_ALIGN
+        has_shared = spec.shared_intermediate > 0
+        num_rows = max_rows(slots, experts, ROW_ALIGN) + (max_tokens if has_shared else 0)
+        capacity = -(-num_rows // _CAPACITY_ALIGN) * _CAPACITY_ALIGN
+        num_tiles = len(plan.tiles) + _shared_tiles(spec, max_tokens, smallest_block_m(spec))
 
         def new(dtype: torch.dtype, *shape: int) -> torch.Tensor:
             return torch.empty(shape, dtype=dtype, device=device)
 
         blocks = () if spec.recipe.act_scale == "token" else (spec.hidden // 128,)
+        is_bf16 = spec.traits.act == "bf16"
+        element = torch.bfloat16 if is_bf16 else torch.float8_e4m3fn
+        act_scale = (0,) if is_bf16 else (spec.intermediate // spec.traits.mid_group, capacity)
         return cls(
             plan=plan,
-            packed_tiles=torch.empty_like(plan.tiles),
+            packed_tiles=new(torch.int32, num_tiles, 4),
             tile_count=new(torch.int32, 1),
-            q=new(torch.float8_e4m3fn, capacity, spec.hidden),
-            scale=new(torch.float32, *blocks, capacity),
-            row_weight=new(torch.float32, capacity),
-            act=new(torch.float8_e4m3fn, capacity, spec.intermediate),
-            act_scale=new(torch.float32, spec.intermediate // spec.traits.mid_group, capacity),
-            rows=new(torch.bfloat16, max_tokens, spec.top_k, spec.hidden) if rows is None else rows,
+            q=new(element, capacity, spec.hidden),
+            scale=new(torch.float32, 0) if is_bf16 else new(torch.float32, *blocks, capacity),
+            row_weight=new(torch.float32, 0 if is_bf16 else capacity),
+            act=new(element, capacity, spec.intermediate),
+            act_scale=new(torch.float32, *act_scale),
+            rows=new(torch.bfloat16, max_tokens, spec.combine_slots, spec.hidden) if rows is None else rows,
+            slot_weights=new(torch.float32, max_tokens, spec.top_k) if is_bf16 else None,
+            row_targets=new(torch.int32, capacity) if has_shared else None,
         )
+
+    @property
+    def first_shared_row(self) -> int:
+        """A multiple of ROW_ALIGN, as the plan's number of rows is."""
+        return self.plan.sorted_slots.numel()
+
+    def shared_rows(self, spec: LayerSpec, tile: HopperTile) -> SharedRows | None:
+        """Where scatter puts the shared expert's rows; None without one."""
+        if self.row_targets is None:
+            return None
+        return SharedRows(self.row_targets, self.first_shared_row, spec.num_local_experts, tile.block_m)
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Every tensor by name, the plan's under `plan.<name>`."""
-        found = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "plan"}
-        plan = {f"plan.{f.name}": getattr(self.plan, f.name) for f in fields(self.plan)}
-        return found | {name: value for name, value in plan.items() if isinstance(value, torch.Tensor)}
+        found = {f.name: getattr(self, f.name) for f in fields(self)}
+        found |= {f"plan.{f.name}": getattr(self.plan, f.name) for f in fields(self.plan)}
+        return {name: value for name, value in found.items() if isinstance(value, torch.Tensor)}
 
     @property
     def nbytes(self) -> int:
@@ -201,19 +259,47 @@ def run_planned(
     """The four launches behind `plan_routing`."""
     num_tokens = hidden_states.shape[0]
     with profile.stage("pre_dispatch"):
-        scatter(
-            hidden_states, topk_ids, topk_weights, ws.plan,
-            num_tiles=max_tiles(topk_ids.numel(), spec.num_local_experts, tile.block_m),
-            q=ws.q, scale=ws.scale, row_weight=ws.row_weight,
-            packed_tiles=ws.packed_tiles, tile_count=ws.tile_count, k_order=spec.traits.weight == "e2m1",
-            expert_scales=parameters.expert_scales, routed_scaling_factor=parameters.routed_scaling_factor,
-        )  # fmt: skip
+        lay_out(hidden_states, topk_ids, topk_weights, ws, spec, parameters, tile)
     with profile.stage("gate_up"):
         gate_up(ws, weights.w13, spec, tile, num_tokens)
     with profile.stage("down"):
         down(ws, weights.w2, spec, tile, num_tokens)
     with profile.stage("combine"):
-        combine(ws.rows[:num_tokens], topk_ids, output, num_experts=spec.num_local_experts, shared=False)
+        add_rows(ws, topk_ids, output, spec)
+
+
+def lay_out(
+    hidden_states: torch.Tensor,
+    topk_ids: torch.Tensor,
+    topk_weights: torch.Tensor,
+    ws: HopperWorkspace,
+    spec: LayerSpec,
+    parameters: LayerParameters,
+    tile: HopperTile,
+) -> None:
+    """The tokens in the rows of their slots, quantized where the recipe says so, and the packed tile list."""
+    common: dict[str, Any] = dict(
+        num_tiles=max_tiles(topk_ids.numel(), spec.num_local_experts, tile.block_m),
+        packed_tiles=ws.packed_tiles, tile_count=ws.tile_count,
+        expert_scales=parameters.expert_scales, routed_scaling_factor=parameters.routed_scaling_factor,
+    )  # fmt: skip
+    if ws.slot_weights is not None:
+        copy_rows(hidden_states, topk_ids, topk_weights, ws.plan, rows=ws.q, slot_weights=ws.slot_weights, **common)
+        return
+    scatter(
+        hidden_states, topk_ids, topk_weights, ws.plan, q=ws.q, scale=ws.scale, row_weight=ws.row_weight,
+        k_order=spec.traits.weight == "e2m1", shared=ws.shared_rows(spec, tile), **common,
+    )  # fmt: skip
+
+
+def add_rows(ws: HopperWorkspace, topk_ids: torch.Tensor, output: torch.Tensor, spec: LayerSpec) -> None:
+    """The combine."""
+    num_tokens = len(topk_ids)
+    combine(
+        ws.rows[:num_tokens], topk_ids, output,
+        num_experts=spec.num_local_experts, shared=spec.shared_intermediate > 0,
+        topk_weights=None if ws.slot_weights is None else ws.slot_weights[:num_tokens], pdl=overlaps(output),
+    )  # fmt: skip
 
 
 def gate_up(
@@ -222,6 +308,10 @@ def gate_up(
     """GEMM 1 of the scattered tokens into `ws.act` and `ws.act_scale`."""
     if isinstance(matrix, E4m3Matrix):
         e4m3_gate_up(ws, matrix, spec, tile, _programs(ws.q, spec, tile, num_tokens, 2 * spec.intermediate))
+        return
+    if spec.traits.act == "bf16":
+        width = 2 * spec.intermediate // (2 if tile.wide else 1)
+        bf16_gate_up(ws, matrix, spec, tile, _programs(ws.q, spec, tile, num_tokens, width))
         return
     per_token = spec.recipe.act_scale == "token"
     clamp = spec.activation_clamp
@@ -249,15 +339,19 @@ def gate_up(
 def down(
     ws: HopperWorkspace, matrix: HopperMatrix | E4m3Matrix, spec: LayerSpec, tile: HopperTile, num_tokens: int
 ) -> None:
-    """GEMM 2 of `ws.act` into the slots' rows."""
+    """GEMM 2 of `ws.act` into the rows that the combine adds."""
     programs = _programs(ws.q, spec, tile, num_tokens, spec.hidden)
     if isinstance(matrix, E4m3Matrix):
         e4m3_down(ws, matrix, spec, tile, programs)
         return
+    if spec.traits.act == "bf16":
+        bf16_down(ws, matrix, spec, tile, programs)
+        return
     with torch.cuda.device_of(ws.q):
         hopper_down_kernel[(programs,)](
             *_descriptors(ws.act, matrix, ws.act_scale, tile),
-            ws.packed_tiles, ws.tile_count, matrix.row_scale, ws.plan.sorted_slots, ws.rows.view(torch.int32),
+            ws.packed_tiles, ws.tile_count, matrix.row_scale,
+            ws.plan.sorted_slots if ws.row_targets is None else ws.row_targets, ws.rows.view(torch.int32),
             H=spec.hidden, I=spec.intermediate, **constexprs(tile), **launch_options(tile),
         )  # fmt: skip
 
@@ -267,7 +361,13 @@ def _programs(tensor: torch.Tensor, spec: LayerSpec, tile: HopperTile, num_token
     `width` makes one per 128 (tokens as MMA rows: 256) for each token tile."""
     sms = torch.cuda.get_device_properties(tensor.device).multi_processor_count
     tiles = max_tiles(num_tokens * spec.top_k, spec.num_local_experts, tile.block_m)
+    tiles += _shared_tiles(spec, num_tokens, tile.block_m)
     return min(sms * tile.ctas_per_sm, tiles * (width // (128 if tile.swapped else 256)))
+
+
+def _shared_tiles(spec: LayerSpec, num_tokens: int, block_m: int) -> int:
+    """Tiles of the shared expert, which has every token."""
+    return -(-num_tokens // block_m) if spec.shared_intermediate else 0
 
 
 def _descriptors(x: torch.Tensor, matrix: HopperMatrix, scale: torch.Tensor, tile: HopperTile) -> list[object]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from megamoe.kernels import pdl
 from megamoe.kernels.hopper.config import HopperTile
 
 
@@ -15,6 +16,13 @@ def constexprs(tile: HopperTile) -> dict[str, int]:
 def wide_constexprs(tile: HopperTile) -> dict[str, int]:
     """Of GEMM 1 of E2M1 weights with 256 rows per item."""
     return _pipeline(tile)
+
+
+def bf16_constexprs(tile: HopperTile) -> dict[str, int]:
+    """Of the kernels of BF16 tokens and E2M1 weights."""
+    chunks = sum(1 for chunk in tile.chunks if chunk)
+    blocks = {"SUBS": 2, "HALVES": 1} if tile.wide else {"SUBS": 1, "HALVES": 2}
+    return {"N": tile.chunks[0], "CHUNKS": chunks, **blocks, **_pipeline(tile)}
 
 
 def e4m3_constexprs(tile: HopperTile) -> dict[str, int]:
@@ -36,4 +44,6 @@ def _pipeline(tile: HopperTile) -> dict[str, int]:
 
 
 def launch_options(tile: HopperTile) -> dict[str, int]:
-    return {"num_warps": 4, "maxnreg": 80} if tile.ctas_per_sm == 2 else {"num_warps": 4}
+    """Of both expert GEMMs. A kernel launched with them must wait for the one before it (`pdl`)."""
+    registers = {"maxnreg": 80} if tile.ctas_per_sm == 2 else {}
+    return {"num_warps": 4, "launch_pdl": pdl.PDL, **registers}

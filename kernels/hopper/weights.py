@@ -23,6 +23,8 @@ from typing import NamedTuple
 
 import torch
 
+from megamoe.kernels.layouts.gate_up import interleave_gate_up
+
 TILE_ROWS = 128
 TILE_COLUMNS = 256
 MAX_SPAN = 11
@@ -51,6 +53,13 @@ def k_order(device: torch.device | str = "cpu") -> torch.Tensor:
     return 32 * c + 8 * j + 4 * h + i
 
 
+def bf16_k_order(device: torch.device | str = "cpu") -> torch.Tensor:
+    """As `k_order`, where the codes become BF16: an MMA takes 16 columns, of which a thread has two and two."""
+    position = torch.arange(128, device=device)
+    octet, high, c, low = position // 16, position // 8 % 2, position // 2 % 4, position % 2
+    return 32 * c + 4 * octet + 2 * high + low
+
+
 def scales_unsupported_reason(scales: torch.Tensor) -> str | None:
     """What keeps UE8M0 bytes [.., N, K/32] from being held exactly, to be read behind their name; None where nothing
     does. Waits for the GPU, once."""
@@ -65,27 +74,40 @@ def scales_unsupported_reason(scales: torch.Tensor) -> str | None:
     return None
 
 
-def to_hopper(codes: torch.Tensor, scales: torch.Tensor, *, pair_columns: bool = False) -> HopperMatrix:
+def to_hopper(
+    codes: torch.Tensor,
+    scales: torch.Tensor,
+    *,
+    shared: tuple[torch.Tensor, torch.Tensor] | None = None,
+    gate_up: bool = False,
+    pair_columns: bool = False,
+) -> HopperMatrix:
     """Packed E2M1 uint8 [E, N, K/2] and UE8M0 uint8 [E, N, K/32] → tiles; N % 128 = K % 256 = 0.
 
+    `shared`: codes and scales [N, ..] of one more expert, which becomes the last.
+
+    `gate_up`: rows of codes are [gate; up] and get interleaved by eights (scales have tile order already).
     `pair_columns` puts rows 2g and 2g + 1 of each 16 at g and g + 8, whose sums one thread holds, so that GEMM 2 stores
     neighbouring columns together. One expert at a time: that is the extra memory. `ValueError` where scales can't be
     held exactly (`scales_unsupported_reason`): those layers keep the portable path.
     """
-    experts, rows, half = codes.shape
-    tiles, blocks = rows // TILE_ROWS, 2 * half // TILE_COLUMNS
+    _, rows, half = codes.shape
+    matrices = [*zip(codes, scales), *([] if shared is None else [shared])]
+    experts, tiles, blocks = len(matrices), rows // TILE_ROWS, 2 * half // TILE_COLUMNS
     out = HopperMatrix(
         codes.new_empty(experts, tiles, blocks, TILE_ROWS * TILE_COLUMNS // 2),
         codes.new_empty(experts, tiles, blocks, TILE_ROWS * TILE_COLUMNS // 64),
         torch.empty(experts, rows, dtype=torch.float32, device=codes.device),
     )
-    for expert in range(experts):
-        expert_codes, expert_scales = codes[expert], scales[expert]
+    for expert, (expert_codes, expert_scales) in enumerate(matrices):
+        if gate_up:
+            expert_codes = interleave_gate_up(expert_codes, "gran8")
         if pair_columns:
             expert_codes, expert_scales = _pair(expert_codes), _pair(expert_scales)
         reason = scales_unsupported_reason(expert_scales)
         if reason is not None:
-            raise ValueError(f"scales of expert {expert} {reason}")
+            name = f"expert {expert}" if expert < len(codes) else "the shared expert"
+            raise ValueError(f"scales of {name} {reason}")
         smallest = expert_scales.amin(-1)
         distances = expert_scales - smallest[:, None]
         out.codes[expert] = _tile_codes(expert_codes).view(tiles, blocks, -1)

@@ -10,6 +10,7 @@ from megamoe.kernels.hopper.config import unsupported_reason
 from megamoe.kernels.hopper.layer import (
     HopperWorkspace,
     e4m3_unsupported_reason,
+    only_shared,
     plain_weights,
     prepare_hopper,
     run_hopper_layer,
@@ -29,14 +30,22 @@ def hopper_unsupported_reason(request: LayerRequest, weights: MoEWeights, parame
     )
     if reason is not None:
         return reason
-    if weights.w13_rows != "tile":
+    per_expert = [name for name in ("clamp", "alpha", "beta") if getattr(parameters, name) is not None]
+    if per_expert:
+        return f"activation_{per_expert[0]} per expert"
+    factors = [name for name in ("l1_alphas", "l2_alphas", "l2_act_scales") if getattr(weights, name) is not None]
+    if factors:
+        return factors[0]
+    if weights.w13_rows == "interleaved":
         return "w13_layout='interleaved'"
     if request.spec.traits.weight == "e4m3":
         return e4m3_unsupported_reason(weights.routed)
-    for name, scale in zip(("w13_scale", "w2_scale"), plain_scales(weights)):
-        reason = scales_unsupported_reason(scale)
-        if reason is not None:
-            return f"the scales in {name} {reason}"
+    for prefix, matrices in (("", weights), ("shared_", only_shared(weights))):
+        scales = () if matrices is None else plain_scales(matrices)
+        for name, scale in zip(("w13_scale", "w2_scale"), scales):
+            reason = scales_unsupported_reason(scale)
+            if reason is not None:
+                return f"the scales in {prefix}{name} {reason}"
     return None
 
 
@@ -90,13 +99,20 @@ class HopperLayer:
         assert ws.plan.slot_rows is not None
         slots = routing.here.flatten().nonzero().flatten()
         rows = ws.plan.slot_rows[slots].long()
-        scale = ws.scale[..., rows].reshape(-1, len(rows)).T
+        is_bf16 = t.act == "bf16"
+        scale = None if is_bf16 else ws.scale[..., rows].reshape(-1, len(rows)).T
+        act_scale = None if is_bf16 else ws.act_scale[:, rows].T
         by = slots // self._spec.top_k, routing.ids.flatten()[slots]
-        return [
-            quantized_stage("pre_dispatch", _rows(ws.q, rows), scale, "fp32", t.act_group, by[0]),
-            quantized_stage("gate_up", _rows(ws.act, rows), ws.act_scale[:, rows].T, "fp32", t.mid_group, *by),
-            *row_stages(ws.rows[: len(routing.ids)], routing),
+        stages = [
+            quantized_stage("pre_dispatch", _rows(ws.q, rows), scale, t.act_scale_format, t.act_group, by[0]),
+            quantized_stage("gate_up", _rows(ws.act, rows), act_scale, t.mid_scale_format, t.mid_group, *by),
         ]
+        if ws.row_targets is not None:
+            tokens = torch.arange(len(routing.ids), device=ws.q.device)
+            rows = ws.first_shared_row + tokens
+            shared = _rows(ws.act, rows), ws.act_scale[:, rows].T
+            stages.append(quantized_stage("shared gate_up", *shared, "fp32", t.mid_group, tokens))
+        return [*stages, *row_stages(ws.rows[: len(routing.ids)], routing)]
 
 
 def _rows(codes: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:

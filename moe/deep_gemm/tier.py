@@ -24,6 +24,8 @@ def tier_unsupported_reason(spec: LayerSpec, arch: int) -> str | None:
 
     if arch != 90:
         return "the SM90 tier needs a GPU of compute capability 9.x"
+    if spec.num_shared_experts:
+        return f"num_shared_experts={spec.num_shared_experts}; allowed on a buffer's tokens: 0"
     return unsupported_reason(spec, has_bias=False, has_id_map=False)
 
 
