@@ -36,6 +36,9 @@ BF16_FP4 = resolve_recipe("bf16xfp4")
 
 
 def spec_of(shape: ModelShape, recipe: Recipe) -> LayerSpec:
+    """The layer of `shape` under `recipe`. Shared experts are as DeepGEMM has them (`layer_spec`); under its SM90
+    numerics, where its kernel has none, they have the routed experts' format, which the SM90 tier fuses."""
+    shared_weight = traits(recipe).weight if recipe.numerics == "deep_gemm_sm90" else None
     return layer_spec(
         recipe,
         shape.hidden,
@@ -43,6 +46,7 @@ def spec_of(shape: ModelShape, recipe: Recipe) -> LayerSpec:
         shape.num_experts,
         shape.top_k,
         shape.num_shared_experts,
+        shared_weight,
         activation_clamp=shape.activation_clamp,
         activation=shape.activation,
     )

@@ -1,5 +1,7 @@
 """What stands between a peer's GEMMs, and how a peer that is absent says so."""
 
+from importlib import metadata
+
 import pytest
 import torch
 
@@ -9,8 +11,7 @@ from megamoe.bench.peers.glue import combine_rows, scatter_quantized, swiglu_qua
 from megamoe.bench.peers.plan import padded_plan
 from megamoe.bench.registry import Point
 from megamoe.bench.shapes import MODELS
-from megamoe.oracle.metrics import compare
-from megamoe.oracle.reference.quantizers import quantize
+from megamoe.oracle.reference.quantizers import Quantized, quantize
 
 TOKENS, EXPERTS, TOP_K, HIDDEN = 11, 5, 3, 256
 
@@ -42,6 +43,12 @@ def _poisoned(rows: int, columns: int, device: str) -> torch.Tensor:
     return torch.full((rows, columns), 0xFF, dtype=torch.uint8, device=device).view(torch.float8_e4m3fn)
 
 
+def _assert_same_bytes(q: torch.Tensor, sf: torch.Tensor, expected: Quantized) -> None:
+    assert expected.sf is not None
+    assert torch.equal(sf.view(torch.int32), expected.sf.view(torch.int32))
+    assert torch.equal(q.view(torch.uint8), expected.q.view(torch.uint8))
+
+
 @pytest.mark.parametrize("column_major", [False, True])
 def test_scatter_quantizes_a_row_for_each_slot(ids: torch.Tensor, device: str, column_major: bool) -> None:
     plan = padded_plan(ids, EXPERTS, 4)
@@ -52,13 +59,9 @@ def test_scatter_quantizes_a_row_for_each_slot(ids: torch.Tensor, device: str, c
     )
     sf = sf.t() if column_major else sf
     scatter_quantized(x, plan.row_of_slot, q, sf)
-    expected = quantize(x, "fp8_block128")
     rows = plan.row_of_slot.flatten().long()
     tokens = torch.arange(TOKENS * TOP_K, device=device) // TOP_K
-    torch.testing.assert_close(sf[rows], expected.sf[tokens], rtol=1e-6, atol=0)
-    actual = q[rows].float() * sf[rows].repeat_interleave(128, 1)
-    wanted = expected.q[tokens].float() * expected.sf[tokens].repeat_interleave(128, 1)
-    assert compare(actual, wanted).rel_rms < 3e-3, "few elements may round to the other neighbour"
+    _assert_same_bytes(q.view(torch.uint8)[rows], sf[rows], quantize(x[tokens], "fp8_block128"))
     padding = plan.slot_of_row < 0
     assert bool(sf[padding].isnan().all())
     assert bool((q.view(torch.uint8)[padding] == 0xFF).all())
@@ -78,6 +81,21 @@ def test_swiglu_of_live_rows(ids: torch.Tensor, device: str, clamp: float | None
     error = (q.float() * sf - expected)[live].norm() / expected[live].norm()
     assert 0 < float(error) < 0.03, "one rounding to E4M3"
     assert bool(sf[~live].isnan().all())
+
+
+def test_swiglu_quantizes_as_the_pre_dispatch(ids: torch.Tensor, device: str) -> None:
+    """From gate 128 up exp(-gate) is 0 in fp32, so that the activation is gate · up exactly and the bytes are fixed."""
+    plan = padded_plan(ids, EXPERTS, 4)
+    generator = torch.Generator().manual_seed(4)
+    gate = 128 * (1 + torch.rand(plan.num_rows, 256, generator=generator))
+    up = torch.randn(plan.num_rows, 256, generator=generator)
+    gate_up = torch.cat([gate, up], 1).bfloat16().to(device)
+    q, sf = _poisoned(plan.num_rows, 256, device), torch.full((plan.num_rows, 2), torch.nan, device=device)
+    swiglu_quantized(gate_up, plan.slot_of_row, q, sf, None)
+    live = plan.slot_of_row >= 0
+    gate, up = gate_up[live].float().chunk(2, 1)
+    _assert_same_bytes(q.view(torch.uint8)[live], sf[live], quantize(gate * up, "fp8_block128"))
+    assert bool((q.view(torch.uint8)[~live] == 0xFF).all())
 
 
 def test_combine_weighs_the_rows(ids: torch.Tensor, device: str) -> None:
@@ -101,8 +119,12 @@ def test_combine_weighs_the_rows(ids: torch.Tensor, device: str) -> None:
     ],
 )  # fmt: skip
 def test_an_absent_peer_says_why(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+    def absent(distribution: str) -> str:
+        raise metadata.PackageNotFoundError(distribution)
+
     backend = find_backend(name)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+    monkeypatch.setattr(metadata, "version", absent)  # some machines have it
     (recipe,) = backend.recipes([FP8_BLOCK])
     point = Point(MODELS["qwen3-30b"], 16, "uniform")
     assert backend.unsupported_reason(point, recipe, torch.device("cpu")) == "needs a CUDA GPU"

@@ -7,10 +7,11 @@ import torch
 
 from megamoe.bench import registry
 from megamoe.bench.backends import NAMES, find_backend
-from megamoe.bench.layers import spec_of
+from megamoe.bench.layers import LayerStore, spec_of
 from megamoe.bench.routings import ROUTINGS, expert_ids
-from megamoe.bench.shapes import MODELS, ModelShape, load_shapes, parse_shape
+from megamoe.bench.shapes import MODELS, ModelShape, load_shapes, parse_shape, with_shared
 from megamoe.bench.work import LAYER_STAGES, STAGES, count_work, matrix_bytes
+from megamoe.kernels.hopper.config import unsupported_reason
 from megamoe.recipe import ALL_RECIPES, resolve_recipe, traits
 
 
@@ -137,6 +138,24 @@ def test_an_unknown_stage_is_named() -> None:
     spec = spec_of(MODELS["tiny"], ALL_RECIPES[0])
     with pytest.raises(ValueError, match="stage is 'gemm'; allowed: pre_dispatch"):
         count_work(spec, "gemm", 1, 1, 1)
+
+
+@pytest.mark.parametrize(
+    ("mma_type", "act_scale", "shared"),
+    [
+        ("fp8xfp4", "mx32", "e4m3"), ("fp8xfp4", "block128", "e2m1"), ("fp8xfp4", "token", "e2m1"),
+        ("fp8xfp8", None, "e4m3"), ("mxf4xmxf4", None, "e2m1"), ("bf16xbf16", None, "bf16"),
+    ],
+)  # fmt: skip
+def test_the_format_of_shared_experts(mma_type: str, act_scale: str | None, shared: str) -> None:
+    recipe, shape = resolve_recipe(mma_type, act_scale), parse_shape("H=256,I=256,E=3,K=2,S=1")
+    spec = spec_of(shape, recipe)
+    assert spec.shared_weight == shared
+    assert spec_of(with_shared(shape, 0), recipe).shared_weight is None
+    weights = LayerStore(shape, torch.device("cpu")).plain(recipe, 1)
+    assert weights.shared_weight == shared
+    if act_scale in ("block128", "token"):
+        assert unsupported_reason(spec, has_bias=False, has_id_map=False) is None, "the SM90 tier is what is measured"
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -51,6 +51,41 @@ def test_summaries_are_read(tool: str, output: str, expected: tuple[int, int] | 
     assert sanitizer_sweep.read_summary(tool, output) == expected
 
 
+def test_racecheck_leaves_hopper_layers_out_and_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = ["gather/natural", "hopper/a/9 tokens", "hopper/b/9 tokens", "combine/plain"]
+    monkeypatch.setattr(sanitizer_sweep, "cases", lambda: dict.fromkeys(names, lambda device: None))
+    commands = []
+
+    def output(command: list[str], limit: float) -> tuple[int, str]:
+        """What the tool says of a process, which runs the cases of its command line."""
+        commands.append(command)
+        if "--planted" in command:
+            return 0, "========= ERROR SUMMARY: 64 errors\n"
+        under, part = (command[command.index(option) + 1] for option in ("--under", "--part"))
+        index, parts = sanitizer_sweep._part(part)
+        ran = [f"ran {name}\n" for name in sanitizer_sweep.chosen_cases("", under)[0][index::parts]]
+        summary = "RACECHECK SUMMARY: 0 hazards displayed (0 errors, 0 warnings)" if under == "racecheck" else ""
+        return 0, "".join(ran) + f"========= {summary or 'ERROR SUMMARY: 0 errors'}\n"
+
+    monkeypatch.setattr(sanitizer_sweep, "_output", output)
+    for tool in sanitizer_sweep.TOOLS:
+        found = sanitizer_sweep.run_tool(tool, "", 3, 1.0, "compute-sanitizer")
+        assert found.clean, found.problems
+        if tool == "racecheck":
+            assert found.cases == 2
+            assert list(found.left_out) == ["hopper/a/9 tokens", "hopper/b/9 tokens"]
+            assert all("mbarrier" in reason for reason in found.left_out.values())
+        else:
+            assert (found.cases, found.left_out) == (4, {})
+    assert all(command[0] == "compute-sanitizer" for command in commands)
+
+
+def test_no_other_case_is_left_out() -> None:
+    for tool in sanitizer_sweep.TOOLS:
+        assert not [n for n in sanitizer_sweep.chosen_cases("", tool)[1] if not n.startswith("hopper/")]
+    assert sanitizer_sweep.chosen_cases("gather/", None) == (["gather/natural", "gather/k_order"], {})
+
+
 @pytest.mark.parametrize("text", ("2/2", "-1/3"))
 def test_parts_are_checked(text: str) -> None:
     with pytest.raises(Exception, match="0 <= I < N"):
@@ -58,7 +93,7 @@ def test_parts_are_checked(text: str) -> None:
 
 
 def test_a_finding_is_clean_only_if_everything_was_seen() -> None:
-    clean = sanitizer_sweep.Finding("memcheck", 5, 0, 0, True, 1.0, [])
+    clean = sanitizer_sweep.Finding("memcheck", 5, 0, 0, True, 1.0, [], {})
     assert clean.clean
     for field, value in (("errors", 1), ("warnings", 1), ("planted_found", False), ("problems", ["4 of 5 cases ran"])):
         assert not sanitizer_sweep.Finding(**{**vars(clean), field: value}).clean

@@ -18,9 +18,12 @@ _BLOCK_H = 1024
 
 @triton.jit
 def _store_group(values, q, sf, live, ROWS: tl.constexpr):
-    """E4M3 of one group of 128 per row and its fp32 scale; q [ROWS, 128] and sf [ROWS] are pointers."""
-    scale = tl.maximum(tl.max(tl.abs(values), axis=1), _AMAX_FLOOR) / _E4M3_MAX
-    tl.store(q, f32_to_e4m3(values / scale[:, None]), mask=live[:, None])
+    """E4M3 of one group of 128 per row and its fp32 scale; q [ROWS, 128] and sf [ROWS] are pointers.
+
+    Arithmetic as the pre-dispatch's `fp8_block128`, byte for byte: `/` would be an approximate division on a GPU.
+    """
+    scale = tl.div_rn(tl.maximum(tl.max(tl.abs(values), axis=1), _AMAX_FLOOR), _E4M3_MAX)
+    tl.store(q, f32_to_e4m3(values * tl.div_rn(1.0, scale)[:, None]), mask=live[:, None])
     tl.store(sf, scale, mask=live)
 
 
@@ -91,7 +94,7 @@ def scatter_quantized(x: torch.Tensor, row_of_slot: torch.Tensor, q: torch.Tenso
     grid = (triton.cdiv(tokens, block), hidden // _GROUP)
     scatter_quantized_kernel[grid](
         x, row_of_slot, q, sf, sf.stride(0), sf.stride(1), tokens,
-        H=hidden, TOP_K=row_of_slot.shape[1], BLOCK_T=block, num_warps=4,
+        H=hidden, TOP_K=row_of_slot.shape[1], BLOCK_T=block, num_warps=4, enable_fp_fusion=False,
     )  # fmt: skip
 
 
@@ -104,7 +107,7 @@ def swiglu_quantized(
     grid = (triton.cdiv(num_rows, block), width // _GROUP)
     swiglu_quantized_kernel[grid](
         gate_up, slot_of_row, q, sf, sf.stride(0), sf.stride(1), num_rows, math.inf if clamp is None else clamp,
-        I=width, BLOCK_M=block, num_warps=4,
+        I=width, BLOCK_M=block, num_warps=4, enable_fp_fusion=False,
     )  # fmt: skip
 
 
