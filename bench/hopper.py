@@ -89,7 +89,7 @@ class HopperTierLayer:
     def note(self) -> str:
         chunks = "+".join(str(chunk) for chunk in self._tile.chunks if chunk)
         stage = 256 if self._spec.traits.weight == "e2m1" else 128
-        box = f"128×({chunks})×{stage}" if self._tile.swapped else f"({chunks})×256×{stage}, tokens as rows"
+        box = f"128×({chunks})×{stage}" if self._tile.swapped else f"({chunks})×128×{stage}, tokens as rows"
         return f"{box}, {self._tile.stages} stages, {self._tile.ctas_per_sm} CTAs per SM"
 
     def calls(self, stage: str, output: torch.Tensor) -> list[Call]:

@@ -202,21 +202,24 @@ def test_e4m3_scales_of_every_size() -> None:
         _agree(few, _open(few)(few.x, few.topk_ids, few.topk_weights))
 
 
-ROWS = (0, 1, 63, 64, 65, 120, 128, 129, 190, 192, 193, 256, 0, 257, 330, 400)
-"""Of each expert: tiles of one to four chunks of 64, full and not, two tiles, no rows."""
+ROWS = (0, 1, 63, 64, 65, 96, 97, 128, 129, 190, 192, 193, 0, 256, 257, 400)
+"""Of each expert: tiles of one to four chunks of 64, full, half full and not, two tiles, no rows."""
+SHAPES: dict[str, tuple[dict[str, int], ...]] = {
+    "e4m3": ({}, {"hidden": 256, "intermediate": 128}, {"hidden": 1280, "intermediate": 896}),
+    **dict.fromkeys(("block128", "token", "bf16"), ({}, {"hidden": 256, "intermediate": 256})),
+}
 
 
-@pytest.mark.parametrize(
-    "shape", ({}, {"hidden": 256, "intermediate": 128}, {"hidden": 1280, "intermediate": 896}), ids=str
-)
-def test_e4m3_tiles_of_every_number_of_chunks(shape: dict[str, int]) -> None:
-    layer = _e4m3_of_rows(ROWS, shape)
+@pytest.mark.parametrize(("recipe", "shape"), [(r, shape) for r in SHAPES for shape in SHAPES[r]], ids=str)
+def test_prefill_tiles_of_every_number_of_rows(recipe: str, shape: dict[str, int]) -> None:
+    layer = _layer_of_rows(recipe, ROWS, shape)
     _agree(layer, _open(layer)(layer.x, layer.topk_ids, layer.topk_weights, torch.full_like(layer.x, torch.nan)))
 
 
-def test_e4m3_bits_do_not_depend_on_the_place_in_a_tile() -> None:
-    """A token of experts with equal weights is in another chunk of each, with one warpgroup or shared by both."""
-    layer = _e4m3_of_rows(ROWS, {})
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_bits_do_not_depend_on_the_place_in_a_tile(recipe: str) -> None:
+    """A token of experts with equal weights is in another chunk of each, multiplied with more or fewer others."""
+    layer = _layer_of_rows(recipe, ROWS, {})
     for name in ("w13", "w13_scale", "w2", "w2_scale"):
         tensor = getattr(layer.weights, name)
         tensor.copy_(tensor[:1].clone().expand_as(tensor))
@@ -228,9 +231,9 @@ def test_e4m3_bits_do_not_depend_on_the_place_in_a_tile() -> None:
             assert_bytes_equal(found, by_expert[-1][-rows:], f"{rows} rows")
 
 
-def _e4m3_of_rows(rows: tuple[int, ...], shape: dict[str, int]) -> Layer:
+def _layer_of_rows(recipe: str, rows: tuple[int, ...], shape: dict[str, int]) -> Layer:
     """So many tokens for each expert, each the last of the same list."""
-    layer = _layer("e4m3", max(rows), num_experts=len(rows), top_k=1, **shape)
+    layer = _layer(recipe, max(rows), num_experts=len(rows), top_k=1, **shape)
     token = torch.cat([torch.arange(max(rows) - count, max(rows)) for count in rows]).to("cuda")
     expert = torch.arange(len(rows)).repeat_interleave(torch.tensor(rows)).to(layer.topk_ids)
     return dataclasses.replace(

@@ -16,11 +16,12 @@ class HopperTile:
     """Chunks of tokens that one weight operand meets, pipeline stages, CTAs per SM.
 
     A stage is 256 columns of E2M1 weights, 128 of E4M3. `swapped`: weight rows are the MMA's 64-row operand and tokens
-    its columns; otherwise chunks are 64 token rows each. `wide`: with one scale per token, a work item of GEMM 1 is 256
-    rows of E2M1 weights at once; with BF16 tokens of both GEMMs, and a stage 128 columns.
+    its columns, in three chunks, of which some may be 0; otherwise chunks are four of 64 token rows. `wide`: with one
+    scale per token, a work item of GEMM 1 is 256 rows of E2M1 weights at once; with BF16 tokens of both GEMMs, and a
+    stage 128 columns.
     """
 
-    chunks: tuple[int, int, int]
+    chunks: tuple[int, ...]
     stages: int
     ctas_per_sm: int
     swapped: bool = True
@@ -32,7 +33,8 @@ class HopperTile:
 
     @property
     def scale_box(self) -> int:
-        """Columns of the scales that a stage fetches: TMA wants 128 bytes at least, Triton a power of two."""
+        """Columns of the scales that a stage fetches where `swapped`: TMA wants 128 bytes at least, Triton a power of
+        two."""
         box = 32
         while box < self.block_m:
             box *= 2
@@ -50,7 +52,7 @@ _MANY = HopperTile((64, 32, 16), 3, 1)
 _PREFILL = HopperTile((64, 64, 0), 3, 1, wide=True)
 _E4M3_DECODE = HopperTile((16, 0, 0), 5, 2)
 _E4M3_MIDDLE = HopperTile((32, 0, 0), 5, 2)
-_E4M3_PREFILL = HopperTile((64, 64, 0), 4, 1, swapped=False)
+_E4M3_PREFILL = HopperTile((64, 64, 64, 64), 4, 1, swapped=False)
 _BF16_DECODE = HopperTile((16, 0, 0), 4, 2)
 _BF16_MIDDLE = HopperTile((32, 0, 0), 3, 2)
 _BF16_PREFILL = HopperTile((64, 64, 0), 4, 1, wide=True)

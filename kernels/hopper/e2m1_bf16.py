@@ -4,7 +4,8 @@ As `expert_gemm`: transposed ("swap-AB"), weight rows decoded in registers as th
 tokens its columns. Nothing has a scale but the weights: sums stay in the tensor cores over the whole of K, GEMM 1
 stores its activations as BF16, and the warpgroups have nothing to exchange. A work item is (tile of one expert's
 tokens, SUBS blocks of 128 weight rows): one for few tokens; two for many, so that the tokens, two bytes per column, are
-fetched half as often. A tile has one or two chunks of N tokens; a second one without live rows costs nothing. A stage
+fetched half as often. A tile has one or two chunks of N tokens; a second one without live rows costs nothing, one of
+half a chunk's is multiplied as half a chunk. A stage
 is HALVES blocks of 128 columns: two where latency counts, one where a stage of two would fill half of the memory.
 
 Exact: E2M1 times a power of two from 2^-5 to 2^6 is a BF16 number, products of two BF16 numbers are fp32 numbers, and
@@ -101,9 +102,13 @@ def _fetch(
 
 @gluon.jit
 def _meet(acc, low, high, x_s, at, CHUNK: gl.constexpr, CHUNKS: gl.constexpr):
-    """acc + the two operands of a block of 128 columns × a chunk of tokens: two MMAs in flight."""
-    acc = warpgroup_mma(low, x_s.index(at * CHUNKS + CHUNK).permute((1, 0)), acc, is_async=True)
-    return warpgroup_mma(high, x_s.index((at + 1) * CHUNKS + CHUNK).permute((1, 0)), acc, is_async=True)
+    """acc + the two operands of a block of 128 columns × as many tokens of a chunk: two MMAs in flight."""
+    N: gl.constexpr = acc.shape[1]
+    A: gl.constexpr = gl.DotOperandLayout(0, acc.type.layout, 2)
+    x = x_s.index(at * CHUNKS + CHUNK).slice(0, N).permute((1, 0))
+    acc = warpgroup_mma(gl.convert_layout(low, A), x, acc, is_async=True)
+    x = x_s.index((at + 1) * CHUNKS + CHUNK).slice(0, N).permute((1, 0))
+    return warpgroup_mma(gl.convert_layout(high, A), x, acc, is_async=True)
 
 
 @gluon.jit
@@ -117,9 +122,9 @@ def _operands(WG: gl.constexpr, code_s, span_s, at, WITHIN: gl.constexpr, ODD: g
 def _multiply(
     WG: gl.constexpr, it, rows, x_s, code_s, span_s, full, empty,
     K: gl.constexpr, STAGES: gl.constexpr, SUBS: gl.constexpr, HALVES: gl.constexpr,
-    N: gl.constexpr, LIVE: gl.constexpr, CHUNKS: gl.constexpr,
+    N: gl.constexpr, N1: gl.constexpr, CHUNKS: gl.constexpr,
 ):  # fmt: skip
-    """Sums over the whole of K of (row block, chunk of tokens); LIVE of the CHUNKS hold rows.
+    """Sums over the whole of K of (row block, chunk of tokens); of the second chunk N1 tokens, which may be 0.
 
     A turn of the loop is 256 columns; the products of a turn are waited for at its end: carried over it, ptxas would
     wait for each at once. Within it a block of 128 columns is decoded while the one before is multiplied.
@@ -127,10 +132,12 @@ def _multiply(
     C: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, N, 16])
     A: gl.constexpr = gl.DotOperandLayout(0, C, 2)
     tables = bf16_tables(rows >> 24)
+    WIDTH: gl.constexpr = N1 if N1 > 0 else N
+    C1: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
     acc00 = gl.zeros([64, N], gl.float32, C)
-    acc01 = gl.zeros([64, N], gl.float32, C)
+    acc01 = gl.zeros([64, WIDTH], gl.float32, C1)
     acc10 = gl.zeros([64, N], gl.float32, C)
-    acc11 = gl.zeros([64, N], gl.float32, C)
+    acc11 = gl.zeros([64, WIDTH], gl.float32, C1)
     for _ in range(K // 256):
         for half in gl.static_range(2):
             stage = it % STAGES
@@ -139,11 +146,11 @@ def _multiply(
             at = (stage * HALVES + half * (HALVES - 1)) * 2
             low, high = _operands(WG, code_s, span_s, stage * SUBS, half * (HALVES - 1), half, tables, A)
             acc00 = _meet(acc00, low, high, x_s, at, 0, CHUNKS)
-            if LIVE == 2:
+            if N1 > 0:
                 acc01 = _meet(acc01, low, high, x_s, at, 1, CHUNKS)
             if SUBS == 2:
                 if half == 1:
-                    if LIVE == 2:
+                    if N1 > 0:
                         acc10, acc11 = warpgroup_mma_wait(4, deps=[acc10, acc11])
                     else:
                         acc10 = warpgroup_mma_wait(2, deps=[acc10])
@@ -153,17 +160,17 @@ def _multiply(
                     WG, code_s, span_s, stage * SUBS + 1, half * (HALVES - 1), half, tables, A
                 )  # fmt: skip
                 acc10 = _meet(acc10, low, high, x_s, at, 0, CHUNKS)
-                if LIVE == 2:
+                if N1 > 0:
                     acc11 = _meet(acc11, low, high, x_s, at, 1, CHUNKS)
                 if half == 0:
-                    if LIVE == 2:
+                    if N1 > 0:
                         acc00, acc01 = warpgroup_mma_wait(4, deps=[acc00, acc01])
                     else:
                         acc00 = warpgroup_mma_wait(2, deps=[acc00])
             if half == 1 or HALVES == 1:
                 it += 1
         if SUBS == 2:
-            if LIVE == 2:
+            if N1 > 0:
                 acc00, acc01, acc10, acc11 = warpgroup_mma_wait(0, deps=[acc00, acc01, acc10, acc11])
             else:
                 acc00, acc10 = warpgroup_mma_wait(0, deps=[acc00, acc10])
@@ -190,28 +197,28 @@ def _gate_up_item(
     clamp, alpha, beta,
     I: gl.constexpr, K: gl.constexpr, STAGES: gl.constexpr, SUBS: gl.constexpr, HALVES: gl.constexpr,
     N: gl.constexpr,
-    LIVE: gl.constexpr, CHUNKS: gl.constexpr, ACTIVATION: gl.constexpr, HAS_CLAMP: gl.constexpr,
+    N1: gl.constexpr, CHUNKS: gl.constexpr, ACTIVATION: gl.constexpr, HAS_CLAMP: gl.constexpr,
 ):  # fmt: skip
     it, acc00, acc01, acc10, acc11 = _multiply(
-        WG, it, rows, x_s, code_s, span_s, full, empty, K, STAGES, SUBS, HALVES, N, LIVE, CHUNKS
+        WG, it, rows, x_s, code_s, span_s, full, empty, K, STAGES, SUBS, HALVES, N, N1, CHUNKS
     )
     _store_intermediate(
         WG, acc00, row_scale, out, expert, row0, 0, rows, block * SUBS, clamp, alpha, beta, I, N, ACTIVATION, HAS_CLAMP
     )
-    if LIVE == 2:
+    if N1 > 0:
         _store_intermediate(
             WG, acc01, row_scale, out, expert, row0, N, rows, block * SUBS, clamp, alpha, beta,
-            I, N, ACTIVATION, HAS_CLAMP,
+            I, N1, ACTIVATION, HAS_CLAMP,
         )  # fmt: skip
     if SUBS == 2:
         _store_intermediate(
             WG, acc10, row_scale, out, expert, row0, 0, rows, block * SUBS + 1, clamp, alpha, beta,
             I, N, ACTIVATION, HAS_CLAMP,
         )  # fmt: skip
-        if LIVE == 2:
+        if N1 > 0:
             _store_intermediate(
                 WG, acc11, row_scale, out, expert, row0, N, rows, block * SUBS + 1, clamp, alpha, beta,
-                I, N, ACTIVATION, HAS_CLAMP,
+                I, N1, ACTIVATION, HAS_CLAMP,
             )  # fmt: skip
     return it
 
@@ -221,21 +228,21 @@ def _down_item(
     WG: gl.constexpr, it, expert, row0, rows, block, x_s, code_s, span_s, full, empty, row_scale, row_slots, out,
     H: gl.constexpr, K: gl.constexpr, STAGES: gl.constexpr, SUBS: gl.constexpr, HALVES: gl.constexpr,
     N: gl.constexpr,
-    LIVE: gl.constexpr, CHUNKS: gl.constexpr,
+    N1: gl.constexpr, CHUNKS: gl.constexpr,
 ):  # fmt: skip
     it, acc00, acc01, acc10, acc11 = _multiply(
-        WG, it, rows, x_s, code_s, span_s, full, empty, K, STAGES, SUBS, HALVES, N, LIVE, CHUNKS
+        WG, it, rows, x_s, code_s, span_s, full, empty, K, STAGES, SUBS, HALVES, N, N1, CHUNKS
     )
     n0 = block * (SUBS * 128) + WG * 64
     near = row_factors(row_scale, expert, n0, N, H)
     store_rows(acc00, near, row_slots, out, row0, 0, rows, n0, H, N)
-    if LIVE == 2:
-        store_rows(acc01, near, row_slots, out, row0, N, rows, n0, H, N)
+    if N1 > 0:
+        store_rows(acc01, near, row_slots, out, row0, N, rows, n0, H, N1)
     if SUBS == 2:
         far = row_factors(row_scale, expert, n0 + 128, N, H)
         store_rows(acc10, far, row_slots, out, row0, 0, rows, n0 + 128, H, N)
-        if LIVE == 2:
-            store_rows(acc11, far, row_slots, out, row0, N, rows, n0 + 128, H, N)
+        if N1 > 0:
+            store_rows(acc11, far, row_slots, out, row0, N, rows, n0 + 128, H, N1)
     return it
 
 
@@ -255,18 +262,23 @@ def _consume_gate_up(
         if CHUNKS == 1:
             it = _gate_up_item(
                 WG, it, expert, row0, rows, block, x_s, code_s, span_s, full, empty, row_scale, out,
-                clamp, alpha, beta, I, K, STAGES, SUBS, HALVES, N, 1, CHUNKS, ACTIVATION, HAS_CLAMP,
+                clamp, alpha, beta, I, K, STAGES, SUBS, HALVES, N, 0, CHUNKS, ACTIVATION, HAS_CLAMP,
             )  # fmt: skip
         else:
-            if rows > N:
+            if rows <= N:
                 it = _gate_up_item(
                     WG, it, expert, row0, rows, block, x_s, code_s, span_s, full, empty, row_scale, out,
-                    clamp, alpha, beta, I, K, STAGES, SUBS, HALVES, N, 2, CHUNKS, ACTIVATION, HAS_CLAMP,
+                    clamp, alpha, beta, I, K, STAGES, SUBS, HALVES, N, 0, CHUNKS, ACTIVATION, HAS_CLAMP,
+                )  # fmt: skip
+            elif rows <= N + N // 2:
+                it = _gate_up_item(
+                    WG, it, expert, row0, rows, block, x_s, code_s, span_s, full, empty, row_scale, out,
+                    clamp, alpha, beta, I, K, STAGES, SUBS, HALVES, N, N // 2, CHUNKS, ACTIVATION, HAS_CLAMP,
                 )  # fmt: skip
             else:
                 it = _gate_up_item(
                     WG, it, expert, row0, rows, block, x_s, code_s, span_s, full, empty, row_scale, out,
-                    clamp, alpha, beta, I, K, STAGES, SUBS, HALVES, N, 1, CHUNKS, ACTIVATION, HAS_CLAMP,
+                    clamp, alpha, beta, I, K, STAGES, SUBS, HALVES, N, N, CHUNKS, ACTIVATION, HAS_CLAMP,
                 )  # fmt: skip
 
 
@@ -287,18 +299,23 @@ def _consume_down(
         if CHUNKS == 1:
             it = _down_item(
                 WG, it, expert, row0, rows, block, x_s, code_s, span_s, full, empty, row_scale, row_slots, out,
-                H, K, STAGES, SUBS, HALVES, N, 1, CHUNKS,
+                H, K, STAGES, SUBS, HALVES, N, 0, CHUNKS,
             )  # fmt: skip
         else:
-            if rows > N:
+            if rows <= N:
                 it = _down_item(
                     WG, it, expert, row0, rows, block, x_s, code_s, span_s, full, empty, row_scale, row_slots, out,
-                    H, K, STAGES, SUBS, HALVES, N, 2, CHUNKS,
+                    H, K, STAGES, SUBS, HALVES, N, 0, CHUNKS,
+                )  # fmt: skip
+            elif rows <= N + N // 2:
+                it = _down_item(
+                    WG, it, expert, row0, rows, block, x_s, code_s, span_s, full, empty, row_scale, row_slots, out,
+                    H, K, STAGES, SUBS, HALVES, N, N // 2, CHUNKS,
                 )  # fmt: skip
             else:
                 it = _down_item(
                     WG, it, expert, row0, rows, block, x_s, code_s, span_s, full, empty, row_scale, row_slots, out,
-                    H, K, STAGES, SUBS, HALVES, N, 1, CHUNKS,
+                    H, K, STAGES, SUBS, HALVES, N, N, CHUNKS,
                 )  # fmt: skip
 
 

@@ -195,30 +195,41 @@ def store_columns(acc, row_slots, out, row0, rows, n0, WIDTH: gl.constexpr, BM: 
 def activated_columns(
     acc, row_weight, row0, rows, clamp, alpha, beta, ACTIVATION: gl.constexpr, HAS_CLAMP: gl.constexpr
 ):  # fmt: skip
-    """fp32 [64, 64]: the activation of scaled sums, 64 tokens × 64 gate and 64 up columns interleaved by eights, times
-    the top-k weights."""
-    gate, up = acc.reshape([64, 8, 2, 8]).permute([0, 1, 3, 2]).split()
-    act = gated(gate, up, clamp, alpha, beta, ACTIVATION, HAS_CLAMP).reshape([64, 64])
+    """fp32 [64, N/2]: the activation of scaled sums, 64 tokens × N gate and up columns interleaved by eights, times the
+    top-k weights."""
+    PAIRS: gl.constexpr = acc.shape[1] // 16
+    gate, up = acc.reshape([64, PAIRS, 2, 8]).permute([0, 1, 3, 2]).split()
+    act = gated(gate, up, clamp, alpha, beta, ACTIVATION, HAS_CLAMP).reshape([64, PAIRS * 8])
     m = gl.arange(0, 64, gl.SliceLayout(1, act.type.layout))
     return act * gl.load(row_weight + row0 + m, mask=m < rows, other=0.0).expand_dims(1)
 
 
-# 16 bytes of a row per thread, and a warp's 16 tokens stay with it.
-_GROUP_ROWS = gl.constexpr(gl.BlockedLayout([2, 16], [8, 4], [4, 1], [1, 0]))
+@gluon.jit
+def row_amax(act):
+    """Largest magnitude per token of [64, N]."""
+    return gl.max(gl.abs(act), axis=1)
 
 
 @gluon.jit
-def store_group_rows(act, out, out_scale, row0, rows, group, capacity, WIDTH: gl.constexpr):
-    """E4M3 with one fp32 scale: `act` [64, 64] are 64 tokens' columns of a scale group. `out` [capacity, WIDTH],
-    `out_scale` [WIDTH/64, capacity]."""
-    scale = block_scale(gl.max(gl.abs(act), axis=1))
-    values = gl.convert_layout(quantized(act, scale, 1), _GROUP_ROWS)
-    column = group * 64 + gl.arange(0, 64, gl.SliceLayout(0, _GROUP_ROWS))
-    m = gl.arange(0, 64, gl.SliceLayout(1, _GROUP_ROWS))
+def store_group_rows(
+    act, amax, out, out_scale, row0, rows, group, capacity, COLUMN: gl.constexpr,
+    WIDTH: gl.constexpr, WRITE_SCALE: gl.constexpr,
+):  # fmt: skip
+    """E4M3 with one fp32 scale per 64 columns: `act` [64, 64 or 32] are 64 tokens' columns COLUMN … of a scale group.
+    `out` [capacity, WIDTH], `out_scale` [WIDTH/64, capacity]."""
+    # 16 bytes of a row per thread, and a warp's 16 tokens stay with it.
+    COLUMNS: gl.constexpr = act.shape[1]
+    LANES: gl.constexpr = COLUMNS // 16
+    OUT: gl.constexpr = gl.BlockedLayout([LANES // 2, 16], [32 // LANES, LANES], [4, 1], [1, 0])
+    scale = block_scale(amax)
+    values = gl.convert_layout(quantized(act, scale, 1), OUT)
+    column = group * 64 + COLUMN + gl.arange(0, COLUMNS, gl.SliceLayout(0, OUT))
+    m = gl.arange(0, 64, gl.SliceLayout(1, OUT))
     offset = (row0 + m).to(gl.int64).expand_dims(1) * WIDTH + column.expand_dims(0)
     gl.store(out + offset, values, mask=(m < rows).expand_dims(1))
-    m = gl.arange(0, 64, scale.type.layout)
-    gl.store(out_scale + group * capacity + row0 + m, scale, mask=m < rows)
+    if WRITE_SCALE:
+        m = gl.arange(0, 64, scale.type.layout)
+        gl.store(out_scale + group * capacity + row0 + m, scale, mask=m < rows)
 
 
 # 16 bytes of a row per thread, 128 neighbouring ones per eight threads.
@@ -229,12 +240,13 @@ _TOKEN_ROWS = gl.constexpr(gl.BlockedLayout([4, 8], [4, 8], [4, 1], [1, 0]))
 def store_token_rows(acc, row_slots, out, row0, rows, n0, WIDTH: gl.constexpr):
     """Scaled sums [64, 128] of 64 tokens as columns n0 … of their slots' BF16 rows; `out` [slots, WIDTH]."""
     left, right = acc.to(gl.bfloat16).reshape([64, 2, 64]).permute([0, 2, 1]).split()
-    _store_64_columns(left, row_slots, out, row0, rows, n0, WIDTH)
-    _store_64_columns(right, row_slots, out, row0, rows, n0 + 64, WIDTH)
+    store_64_columns(left, row_slots, out, row0, rows, n0, WIDTH)
+    store_64_columns(right, row_slots, out, row0, rows, n0 + 64, WIDTH)
 
 
 @gluon.jit
-def _store_64_columns(values, row_slots, out, row0, rows, n0, WIDTH: gl.constexpr):
+def store_64_columns(values, row_slots, out, row0, rows, n0, WIDTH: gl.constexpr):
+    """BF16 [64, 64] of 64 tokens as columns n0 … of their slots' rows; `out` [slots, WIDTH]."""
     values = gl.convert_layout(values, _TOKEN_ROWS)
     column = n0 + gl.arange(0, 64, gl.SliceLayout(0, _TOKEN_ROWS))
     m = gl.arange(0, 64, gl.SliceLayout(1, _TOKEN_ROWS))

@@ -6,7 +6,7 @@ warpgroups take 64 rows each of 128, one warp fetches their codes, exponents and
 256 columns.
 
 A token tile is up to three chunks of N0, N1 and N2 columns; one decoded operand serves them all, and chunks beyond the
-tile's live rows are neither fetched nor multiplied.
+tile's live rows are neither fetched nor multiplied, nor the second half of the second of two.
 
 Per 128 columns of K the products are summed by the tensor cores (which keep about 14 bits) and promoted to fp32 with
 the activations' scale, acc += s · p; PER_TOKEN activations have one scale, applied at the end, and no promotion.
@@ -143,13 +143,11 @@ def _multiply_per_token(
             a = decode(code_s.index(stage).slice(64 * half + 32 * WG, 32), distances, half == 1, A0)
             acc0 = warpgroup_mma(a, x0_s.index(stage * 2 + half).permute((1, 0)), acc0, is_async=True)
             if N1 > 0:
-                acc1 = warpgroup_mma(
-                    gl.convert_layout(a, A1), x1_s.index(stage * 2 + half).permute((1, 0)), acc1, is_async=True
-                )
+                x1 = x1_s.index(stage * 2 + half).slice(0, N1).permute((1, 0))
+                acc1 = warpgroup_mma(gl.convert_layout(a, A1), x1, acc1, is_async=True)
             if N2 > 0:
-                acc2 = warpgroup_mma(
-                    gl.convert_layout(a, A2), x2_s.index(stage * 2 + half).permute((1, 0)), acc2, is_async=True
-                )
+                x2 = x2_s.index(stage * 2 + half).slice(0, N2).permute((1, 0))
+                acc2 = warpgroup_mma(gl.convert_layout(a, A2), x2, acc2, is_async=True)
         if N2 > 0:
             acc0, acc1, acc2 = warpgroup_mma_wait(0, deps=[acc0, acc1, acc2])
         elif N1 > 0:
@@ -188,19 +186,15 @@ def _multiply_per_block(
         for half in gl.static_range(2):
             p0 = warpgroup_mma(a, x0_s.index(stage * 2 + half).permute((1, 0)), zero0, use_acc=False, is_async=True)
             if N1 > 0:
-                p1 = warpgroup_mma(
-                    gl.convert_layout(a, A1), x1_s.index(stage * 2 + half).permute((1, 0)), zero1,
-                    use_acc=False, is_async=True,
-                )  # fmt: skip
+                x1 = x1_s.index(stage * 2 + half).slice(0, N1).permute((1, 0))
+                p1 = warpgroup_mma(gl.convert_layout(a, A1), x1, zero1, use_acc=False, is_async=True)
             if half == 0:
                 a_next = decode(code_s.index(stage).slice(64 + 32 * WG, 32), distances, True, A0)
             p0 = warpgroup_mma_wait(min(CHUNKS - 1, 1), deps=[p0])
             acc0 += p0 * scale.slice(half * S, N0).load(gl.SliceLayout(0, C0)).expand_dims(0)
             if N2 > 0:  # no more than two products wait for promotion: three would not fit into registers
-                p2 = warpgroup_mma(
-                    gl.convert_layout(a, A2), x2_s.index(stage * 2 + half).permute((1, 0)), zero2,
-                    use_acc=False, is_async=True,
-                )  # fmt: skip
+                x2 = x2_s.index(stage * 2 + half).slice(0, N2).permute((1, 0))
+                p2 = warpgroup_mma(gl.convert_layout(a, A2), x2, zero2, use_acc=False, is_async=True)
             if N1 > 0:
                 p1 = warpgroup_mma_wait(CHUNKS - 2, deps=[p1])
                 acc1 += p1 * scale.slice(half * S + N0, N1).load(gl.SliceLayout(0, C1)).expand_dims(0)
@@ -359,6 +353,13 @@ def _consume_gate_up(
                     row_scale, token_scale, row_weight, out, out_scale, capacity, clamp, alpha, beta,
                     I, STEPS, STAGES, N0, 0, 0, PER_TOKEN, ACTIVATION, HAS_CLAMP,
                 )  # fmt: skip
+            elif rows <= N0 + N1 // 2:
+                it = _gate_up_item(
+                    WG, it, turn, expert, row0, rows, block,
+                    code_s, span_s, x0_s, x1_s, x2_s, scale_s, full, empty, amax_s, exchanged, first_s,
+                    row_scale, token_scale, row_weight, out, out_scale, capacity, clamp, alpha, beta,
+                    I, STEPS, STAGES, N0, N1 // 2, 0, PER_TOKEN, ACTIVATION, HAS_CLAMP,
+                )  # fmt: skip
             else:
                 it = _gate_up_item(
                     WG, it, turn, expert, row0, rows, block,
@@ -416,6 +417,11 @@ def _consume_down(
                 it = _down_item(
                     WG, it, expert, row0, rows, block, code_s, span_s, x0_s, x1_s, x2_s, scale_s, full, empty,
                     row_scale, row_slots, out, H, STEPS, STAGES, N0, 0, 0,
+                )  # fmt: skip
+            elif rows <= N0 + N1 // 2:
+                it = _down_item(
+                    WG, it, expert, row0, rows, block, code_s, span_s, x0_s, x1_s, x2_s, scale_s, full, empty,
+                    row_scale, row_slots, out, H, STEPS, STAGES, N0, N1 // 2, 0,
                 )  # fmt: skip
             else:
                 it = _down_item(

@@ -358,11 +358,11 @@ def down(
 
 def _programs(tensor: torch.Tensor, spec: LayerSpec, tile: HopperTile, num_tokens: int, width: int) -> int:
     """Persistent programs: as many as the device holds, or fewer where there can't be so many work items, of which
-    `width` makes one per 128 (tokens as MMA rows: 256) for each token tile."""
+    `width` makes one per 128 for each token tile."""
     sms = torch.cuda.get_device_properties(tensor.device).multi_processor_count
     tiles = max_tiles(num_tokens * spec.top_k, spec.num_local_experts, tile.block_m)
     tiles += _shared_tiles(spec, num_tokens, tile.block_m)
-    return min(sms * tile.ctas_per_sm, tiles * (width // (128 if tile.swapped else 256)))
+    return min(sms * tile.ctas_per_sm, tiles * (width // 128))
 
 
 def _shared_tiles(spec: LayerSpec, num_tokens: int, block_m: int) -> int:

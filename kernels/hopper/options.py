@@ -32,10 +32,11 @@ def e4m3_constexprs(tile: HopperTile) -> dict[str, int]:
 
 def e4m3_boxes(tile: HopperTile, groups: int) -> tuple[list[int], list[int], list[int]]:
     """Boxes of tokens, weights and token scales that a fetch of E4M3 weights takes, for `groups` activation scales per
-    128 columns. Tokens as the MMA's columns: all of them to a stage; as its rows: a stage per scale."""
+    128 columns. Tokens as the MMA's columns: all of them to a stage; as its rows: a stage per scale, and boxes per
+    chunk."""
     if tile.swapped:
         return [tile.chunks[0], 128], [128, 128], [groups, tile.scale_box]
-    return [tile.chunks[0], 128 // groups], [128, 128 // groups], [1, tile.scale_box]
+    return [tile.chunks[0], 128 // groups], [128, 128 // groups], [1, tile.chunks[0]]
 
 
 def _pipeline(tile: HopperTile) -> dict[str, int]:
