@@ -126,7 +126,7 @@ class HopperTierLayer:
     def _combine(self, i: Inputs, ws: HopperWorkspace, output: torch.Tensor) -> None:
         from megamoe.kernels.hopper.layer import add_rows
 
-        add_rows(ws, i.topk_ids, output, self._spec)
+        add_rows(ws, i.topk_ids, output, self._spec, self._tile)
 
 
 @dataclass(frozen=True)

@@ -26,5 +26,5 @@ PDL = True
 
 
 def overlaps(tensor: torch.Tensor) -> bool:
-    """Whether launches of a chain on `tensor`'s device overlap: on a GPU, not in Triton's interpreter."""
+    """Whether launches of a chain on `tensor`'s device can overlap: on a GPU, not in Triton's interpreter."""
     return PDL and tensor.is_cuda and not triton.knobs.runtime.interpret

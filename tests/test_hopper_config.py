@@ -62,7 +62,7 @@ def test_one_shared_expert_in_the_routed_ones_format_is_served(recipe: Recipe) -
 @pytest.mark.parametrize("recipe", sorted(SERVED, key=str), ids=str)
 def test_tiles_grow_with_the_rows_per_expert(recipe: Recipe) -> None:
     spec = _spec(recipe)
-    chosen = [choose_tile(spec, tokens) for tokens in (1, 64, 256, 1024, 4096, 8192, 65536)]
+    chosen = [choose_tile(spec, tokens) for tokens in (1, 64, 256, 1024, 2048, 4096, 8192, 65536)]
     sizes = [tile.block_m for tile in chosen]
     assert sizes == sorted(sizes)
     kind = "bf16" if recipe == BF16 else spec.traits.weight

@@ -25,7 +25,7 @@ IS_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] 
 
 # One job of each kernel that is launched so, the smallest tile's where there are several.
 JOBS = {job.fn.__name__: name for name, job in reversed(collect(90).items()) if job.options.get("launch_pdl")}
-GEMM_2 = ("hopper_down_kernel", "e2m1_bf16_down_kernel", "e4m3_few_down_kernel", "e4m3_many_down_kernel")
+GEMM_2 = ("hopper_down_kernel", "e2m1_bf16_down_kernel", "e4m3_few_down_kernel")
 COMPILE = """
 import json, sys
 from pathlib import Path
@@ -120,6 +120,7 @@ def test_gemm_2_asks_for_weights_first(compiled: dict, kernel: str) -> None:
 def test_who_is_launched_so() -> None:
     kernels = {job.fn.__name__ for job in collect(90).values()}
     gemms = {name for name in kernels if re.match("(hopper|e2m1|e4m3)_.*(gate_up|down)_kernel", name)}
+    gemms -= {name for name in gemms if "_many_" in name}  # of prefill alone
     assert set(JOBS) == {"scatter_kernel", "copy_rows_kernel", "gather_kernel", "combine_kernel"} | gemms
     assert set(GEMM_2) < set(JOBS)
     assert "build_plan_kernel" in kernels - set(JOBS)
@@ -129,7 +130,7 @@ def test_who_is_launched_so() -> None:
 
 def test_the_switch(monkeypatch: pytest.MonkeyPatch) -> None:
     tiles = [tile for group in TILES.values() for _, tile in group]
-    assert all(launch_options(tile)["launch_pdl"] is True for tile in tiles)
+    assert all(launch_options(tile)["launch_pdl"] is tile.overlap for tile in tiles)
     assert not pdl.overlaps(torch.ones(1))
     monkeypatch.setattr(pdl, "PDL", False)
     assert all(launch_options(tile)["launch_pdl"] is False for tile in tiles)

@@ -8,7 +8,7 @@ import triton.language as tl
 
 from megamoe.codegen.job import CompileJob
 from megamoe.kernels.hopper.scatter import pack_tiles
-from megamoe.kernels.pdl import gdc_launch_dependents, gdc_wait, overlaps
+from megamoe.kernels.pdl import gdc_launch_dependents, gdc_wait
 from megamoe.kernels.routing import RoutingPlan
 
 _GROUPS = 16  # blocks of 128 columns per program
@@ -66,9 +66,10 @@ def copy_rows(
     tile_count: torch.Tensor,
     expert_scales: torch.Tensor | None = None,
     routed_scaling_factor: float = 1.0,
+    pdl: bool = False,
 ) -> None:
     """Contract: `copy_rows_kernel`, for x BF16 [T, H] (rows may be strided) and `plan` of its T·K slots, whose rows are
-    aligned. One launch; none for no tokens."""
+    aligned; `pdl` is PDL, on a GPU only. One launch; none for no tokens."""
     (tokens, hidden), top_k = x.shape, topk_ids.shape[1]
     if tokens == 0:
         return
@@ -78,7 +79,7 @@ def copy_rows(
             plan.slot_rows, plan.tiles, rows, slot_weights, packed_tiles, tile_count,
             x.stride(0), tokens, num_tiles, routed_scaling_factor,
             H=hidden, TOP_K=top_k, HAS_SCALES=expert_scales is not None, GROUPS=_GROUPS,
-            PDL=overlaps(x), launch_pdl=overlaps(x), **_OPTIONS,
+            PDL=pdl, launch_pdl=pdl, **_OPTIONS,
         )  # fmt: skip
 
 

@@ -101,10 +101,9 @@ def _fetch(
 
 
 @gluon.jit
-def _meet(acc, low, high, x_s, at, CHUNK: gl.constexpr, CHUNKS: gl.constexpr):
-    """acc + the two operands of a block of 128 columns × as many tokens of a chunk: two MMAs in flight."""
-    N: gl.constexpr = acc.shape[1]
-    A: gl.constexpr = gl.DotOperandLayout(0, acc.type.layout, 2)
+def _meet(acc, low, high, x_s, at, CHUNK: gl.constexpr, CHUNKS: gl.constexpr, N: gl.constexpr, C: gl.constexpr):
+    """acc (layout C) + the two operands of a block of 128 columns × N tokens of a chunk: two MMAs in flight."""
+    A: gl.constexpr = gl.DotOperandLayout(0, C, 2)
     x = x_s.index(at * CHUNKS + CHUNK).slice(0, N).permute((1, 0))
     acc = warpgroup_mma(gl.convert_layout(low, A), x, acc, is_async=True)
     x = x_s.index((at + 1) * CHUNKS + CHUNK).slice(0, N).permute((1, 0))
@@ -145,9 +144,9 @@ def _multiply(
                 mbarrier.wait(full.index(stage), (it // STAGES) & 1)
             at = (stage * HALVES + half * (HALVES - 1)) * 2
             low, high = _operands(WG, code_s, span_s, stage * SUBS, half * (HALVES - 1), half, tables, A)
-            acc00 = _meet(acc00, low, high, x_s, at, 0, CHUNKS)
+            acc00 = _meet(acc00, low, high, x_s, at, 0, CHUNKS, N, C)
             if N1 > 0:
-                acc01 = _meet(acc01, low, high, x_s, at, 1, CHUNKS)
+                acc01 = _meet(acc01, low, high, x_s, at, 1, CHUNKS, N1, C1)
             if SUBS == 2:
                 if half == 1:
                     if N1 > 0:
@@ -159,9 +158,9 @@ def _multiply(
                 low, high = _operands(
                     WG, code_s, span_s, stage * SUBS + 1, half * (HALVES - 1), half, tables, A
                 )  # fmt: skip
-                acc10 = _meet(acc10, low, high, x_s, at, 0, CHUNKS)
+                acc10 = _meet(acc10, low, high, x_s, at, 0, CHUNKS, N, C)
                 if N1 > 0:
-                    acc11 = _meet(acc11, low, high, x_s, at, 1, CHUNKS)
+                    acc11 = _meet(acc11, low, high, x_s, at, 1, CHUNKS, N1, C1)
                 if half == 0:
                     if N1 > 0:
                         acc00, acc01 = warpgroup_mma_wait(4, deps=[acc00, acc01])

@@ -3,9 +3,8 @@
 As `expert_gemm`: transposed, weight rows decoded in registers as the MMA's 64-row operand, tokens its columns. What
 differs is the work item: 256 weight rows at once instead of 128 after 128, for a tile of up to 128 tokens, so that the
 tokens, two thirds of what a wide tile fetches, are fetched half as often. Each of the two warpgroups has 64 of the
-first 128 rows and 64 of the second: four sums of 64 × 64, which tensor cores keep over the whole of K. Of a second
-chunk with no more than 32 live rows, only those are multiplied. Both halves of a scale group of the intermediate are
-there at the same time; nothing waits in shared memory.
+first 128 rows and 64 of the second: four sums of 64 × 64, which tensor cores keep over the whole of K. Both halves of a
+scale group of the intermediate are there at the same time; nothing waits in shared memory.
 
 Scales per 128 columns would need registers for products beside those sums (`docs/hopper.md`): they keep `expert_gemm`.
 
@@ -24,7 +23,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from megamoe.kernels.hopper.decode import decode, load_spans
 from megamoe.kernels.hopper.epilogue import activated, column_amax, row_factors, store_quantized
 from megamoe.kernels.hopper.tma import fetch_box, stage_barriers
-from megamoe.kernels.pdl import gdc_launch_dependents, gdc_wait
 
 N = gl.constexpr(64)  # tokens of a chunk; a tile is one or two
 _C = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 32]))
@@ -71,17 +69,13 @@ def _operand(WG: gl.constexpr, code_s, stage, distances, HALF: gl.constexpr, SUB
 @gluon.jit
 def _multiply(
     WG: gl.constexpr, it, code_s, span_s, x_s, full, empty,
-    STEPS: gl.constexpr, STAGES: gl.constexpr, N1: gl.constexpr,
+    STEPS: gl.constexpr, STAGES: gl.constexpr, TWO: gl.constexpr,
 ):  # fmt: skip
-    """Sums over the whole of K in the tensor cores' accumulators, of (row block, chunk of tokens). N1: tokens of the
-    second chunk to multiply, 0 for none."""
-    WIDTH: gl.constexpr = N1 if N1 > 0 else N
-    C1: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 32])
-    A1: gl.constexpr = gl.DotOperandLayout(0, C1, 4)
+    """Sums over the whole of K in the tensor cores' accumulators, of (row block, chunk of tokens). TWO: both chunks."""
     acc00 = gl.zeros([64, N], gl.float32, _C)
-    acc01 = gl.zeros([64, WIDTH], gl.float32, C1)
+    acc01 = gl.zeros([64, N], gl.float32, _C)
     acc10 = gl.zeros([64, N], gl.float32, _C)
-    acc11 = gl.zeros([64, WIDTH], gl.float32, C1)
+    acc11 = gl.zeros([64, N], gl.float32, _C)
     for _ in range(STEPS):
         stage = it % STAGES
         mbarrier.wait(full.index(stage), (it // STAGES) & 1)
@@ -89,16 +83,16 @@ def _multiply(
         far = load_spans(span_s.index(stage * 2 + 1).slice(8 * WG, 8))
         for half in gl.static_range(2):
             x0 = x_s.index(stage * 4 + half * 2).permute((1, 0))
-            x1 = x_s.index(stage * 4 + half * 2 + 1).slice(0, WIDTH).permute((1, 0))
+            x1 = x_s.index(stage * 4 + half * 2 + 1).permute((1, 0))
             a = _operand(WG, code_s, stage, near, half, 0)
             acc00 = warpgroup_mma(a, x0, acc00, is_async=True)
-            if N1 > 0:
-                acc01 = warpgroup_mma(gl.convert_layout(a, A1), x1, acc01, is_async=True)
+            if TWO:
+                acc01 = warpgroup_mma(a, x1, acc01, is_async=True)
             b = _operand(WG, code_s, stage, far, half, 1)
             acc10 = warpgroup_mma(b, x0, acc10, is_async=True)
-            if N1 > 0:
-                acc11 = warpgroup_mma(gl.convert_layout(b, A1), x1, acc11, is_async=True)
-        if N1 > 0:
+            if TWO:
+                acc11 = warpgroup_mma(b, x1, acc11, is_async=True)
+        if TWO:
             acc00, acc01, acc10, acc11 = warpgroup_mma_wait(0, deps=[acc00, acc01, acc10, acc11])
         else:
             acc00, acc10 = warpgroup_mma_wait(0, deps=[acc00, acc10])
@@ -111,11 +105,11 @@ def _multiply(
 def _gate_up_item(
     WG: gl.constexpr, it, turn, expert, row0, rows, block, code_s, span_s, x_s, full, empty, amax_s, exchanged,
     row_scale, token_scale, row_weight, out, out_scale, capacity, clamp, alpha, beta,
-    I: gl.constexpr, STEPS: gl.constexpr, STAGES: gl.constexpr, N1: gl.constexpr,
+    I: gl.constexpr, STEPS: gl.constexpr, STAGES: gl.constexpr, TWO: gl.constexpr,
     ACTIVATION: gl.constexpr, HAS_CLAMP: gl.constexpr,
 ):  # fmt: skip
     """256 gate/up rows of one token tile: 128 columns of the intermediate, quantized."""
-    it, acc00, acc01, acc10, acc11 = _multiply(WG, it, code_s, span_s, x_s, full, empty, STEPS, STAGES, N1)
+    it, acc00, acc01, acc10, acc11 = _multiply(WG, it, code_s, span_s, x_s, full, empty, STEPS, STAGES, TWO)
     near = row_factors(row_scale, expert, block * 256 + WG * 64, N, 2 * I)
     far = row_factors(row_scale, expert, block * 256 + 128 + WG * 64, N, 2 * I)
     act00 = activated(
@@ -128,26 +122,26 @@ def _gate_up_item(
     other = amax_s.index((turn & 1) * 2 + 1 - WG)
     amax0 = gl.maximum(column_amax(act00), column_amax(act10))
     mine.slice(0, N).store(amax0)
-    if N1 > 0:
+    if TWO:
         act01 = activated(
             acc01, near, token_scale, row_weight, row0, N, rows, clamp, alpha, beta,
-            N1, True, ACTIVATION, HAS_CLAMP,
+            N, True, ACTIVATION, HAS_CLAMP,
         )  # fmt: skip
         act11 = activated(
             acc11, far, token_scale, row_weight, row0, N, rows, clamp, alpha, beta,
-            N1, True, ACTIVATION, HAS_CLAMP,
+            N, True, ACTIVATION, HAS_CLAMP,
         )  # fmt: skip
         amax1 = gl.maximum(column_amax(act01), column_amax(act11))
-        mine.slice(N, N1).store(amax1)
+        mine.slice(N, N).store(amax1)
     mbarrier.arrive(exchanged, count=1)
     mbarrier.wait(exchanged, turn & 1)
     amax0 = gl.maximum(amax0, other.slice(0, N).load(amax0.type.layout))
     store_quantized(act00, amax0, out, out_scale, row0, 0, rows, block, capacity, WG, I, N, WG == 0)
     store_quantized(act10, amax0, out, out_scale, row0, 0, rows, block, capacity, 2 + WG, I, N, False)
-    if N1 > 0:
-        amax1 = gl.maximum(amax1, other.slice(N, N1).load(amax1.type.layout))
-        store_quantized(act01, amax1, out, out_scale, row0, N, rows, block, capacity, WG, I, N1, WG == 0)
-        store_quantized(act11, amax1, out, out_scale, row0, N, rows, block, capacity, 2 + WG, I, N1, False)
+    if TWO:
+        amax1 = gl.maximum(amax1, other.slice(N, N).load(amax1.type.layout))
+        store_quantized(act01, amax1, out, out_scale, row0, N, rows, block, capacity, WG, I, N, WG == 0)
+        store_quantized(act11, amax1, out, out_scale, row0, N, rows, block, capacity, 2 + WG, I, N, False)
     return it
 
 
@@ -165,26 +159,19 @@ def _consume_gate_up(
         rows = gl.load(tile + 2)
         expert = gl.load(tile)
         row0 = gl.load(tile + 1)
-        if rows <= N:
+        if rows > N:
             it = _gate_up_item(
                 WG, it, turn, expert, row0, rows, item % BLOCKS,
                 code_s, span_s, x_s, full, empty, amax_s, exchanged,
                 row_scale, token_scale, row_weight, out, out_scale, capacity, clamp, alpha, beta,
-                I, STEPS, STAGES, 0, ACTIVATION, HAS_CLAMP,
-            )  # fmt: skip
-        elif rows <= N + N // 2:
-            it = _gate_up_item(
-                WG, it, turn, expert, row0, rows, item % BLOCKS,
-                code_s, span_s, x_s, full, empty, amax_s, exchanged,
-                row_scale, token_scale, row_weight, out, out_scale, capacity, clamp, alpha, beta,
-                I, STEPS, STAGES, N // 2, ACTIVATION, HAS_CLAMP,
+                I, STEPS, STAGES, True, ACTIVATION, HAS_CLAMP,
             )  # fmt: skip
         else:
             it = _gate_up_item(
                 WG, it, turn, expert, row0, rows, item % BLOCKS,
                 code_s, span_s, x_s, full, empty, amax_s, exchanged,
                 row_scale, token_scale, row_weight, out, out_scale, capacity, clamp, alpha, beta,
-                I, STEPS, STAGES, N, ACTIVATION, HAS_CLAMP,
+                I, STEPS, STAGES, False, ACTIVATION, HAS_CLAMP,
             )  # fmt: skip
         turn += 1  # noqa: SIM113 (Gluon has no enumerate)
 
@@ -214,8 +201,6 @@ def e2m1_many_gate_up_kernel(
     mbarrier.init(exchanged, count=2)
     full, empty = stage_barriers(STAGES)
     fence_async_shared()
-    gdc_wait()  # the other warps start behind it
-    gdc_launch_dependents()
     gl.warp_specialize(
         [
             (

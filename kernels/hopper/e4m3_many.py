@@ -37,7 +37,6 @@ from megamoe.kernels.hopper.epilogue import (
     store_token_rows,
 )
 from megamoe.kernels.hopper.tma import fetch_box, stage_barriers
-from megamoe.kernels.pdl import gdc_launch_dependents, gdc_wait
 
 _WHOLE = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 32]))
 _HALF = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 32]))
@@ -63,31 +62,18 @@ def _fetch_weights(
 @gluon.jit
 def _fetch(
     x, w, scales, tiles, tile_count, x_s, w_s, scale_s, full, empty,
-    BLOCKS: gl.constexpr, STEPS: gl.constexpr, STAGES: gl.constexpr, K: gl.constexpr, EARLY: gl.constexpr,
+    BLOCKS: gl.constexpr, STEPS: gl.constexpr, STAGES: gl.constexpr, K: gl.constexpr,
 ):  # fmt: skip
-    """The producer warp; EARLY as in `expert_gemm`."""
-    program = gl.program_id(0)
-    items = gl.load(tile_count, cache_modifier=".cg") * BLOCKS
-    if EARLY > 0:
-        if program < items:
-            tile = tiles + program // BLOCKS * 4
-            expert = gl.load(tile, cache_modifier=".cg")
-            rows = gl.load(tile + 2, cache_modifier=".cg")
-            first = (expert * BLOCKS + program % BLOCKS) * 128
-            for step in range(EARLY):
-                _fetch_weights(w, first, step, rows, step, w_s, full, empty, STAGES, K)
-        gdc_wait()
-        gdc_launch_dependents()
+    """The producer warp."""
     it = 0
-    for item in range(program, items, gl.num_programs(0)):
+    for item in range(gl.program_id(0), gl.load(tile_count) * BLOCKS, gl.num_programs(0)):
         tile = tiles + item // BLOCKS * 4
         expert = gl.load(tile)
         row0 = gl.load(tile + 1)
         rows = gl.load(tile + 2)
         first = (expert * BLOCKS + item % BLOCKS) * 128
         for step in range(STEPS):
-            if (EARLY == 0) | (it >= EARLY):
-                _fetch_weights(w, first, step, rows, it, w_s, full, empty, STAGES, K)
+            _fetch_weights(w, first, step, rows, it, w_s, full, empty, STAGES, K)
             stage = it % STAGES
             bar = full.index(stage)
             for chunk in gl.static_range(4):
@@ -346,7 +332,6 @@ def _consume_down(
     WG: gl.constexpr, tiles, tile_count, x_s, w_s, scale_s, full, empty, weight_scale, row_slots, out,
     BLOCKS: gl.constexpr, H: gl.constexpr, STEPS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    gdc_wait()  # the tile list, and `out`, come behind it
     it = 0
     for item in range(gl.program_id(0), gl.load(tile_count) * BLOCKS, gl.num_programs(0)):
         tile = tiles + item // BLOCKS * 4
@@ -399,8 +384,6 @@ def e4m3_many_gate_up_kernel(
     mbarrier.init(exchanged, count=2)
     full, empty = stage_barriers(STAGES)
     fence_async_shared()
-    gdc_wait()  # the other warps start behind it
-    gdc_launch_dependents()
     gl.warp_specialize(
         [
             (
@@ -417,7 +400,7 @@ def e4m3_many_gate_up_kernel(
             ),
             (
                 _fetch,
-                (x, w, scales, tiles, tile_count, x_s, w_s, scale_s, full, empty, BLOCKS, STEPS, STAGES, K, 0),
+                (x, w, scales, tiles, tile_count, x_s, w_s, scale_s, full, empty, BLOCKS, STEPS, STAGES, K),
             ),
         ],
         [4, 1],
@@ -455,7 +438,7 @@ def e4m3_many_down_kernel(
             (
                 _fetch,
                 (x, w, scales, tiles, tile_count, x_s, w_s, scale_s, full, empty,
-                 BLOCKS, STEPS, RING, K, min(RING, STEPS)),
+                 BLOCKS, STEPS, RING, K),
             ),
         ],
         [4, 1],

@@ -177,7 +177,10 @@ def _multiply_per_block(
     zero0 = gl.zeros([64, N0], gl.float32, C0)
     zero1 = gl.zeros([64, N1 if N1 > 0 else N0], gl.float32, C1)
     zero2 = gl.zeros([64, N2 if N2 > 0 else N0], gl.float32, C2)
-    for _ in range(STEPS):
+    # As straight-line code, ptxas 12.8 hands one of two chunks' MMAs another's descriptor: a single turn stays a loop,
+    # of `it >> 31` = 0 more turns.
+    turns = STEPS if STEPS > 1 else STEPS + (it >> 31)
+    for _ in range(turns):
         stage = it % STAGES
         mbarrier.wait(full.index(stage), (it // STAGES) & 1)
         distances = load_spans(span_s.index(stage).slice(8 * WG, 8))

@@ -11,7 +11,7 @@ import triton.language as tl
 
 from megamoe.codegen.job import CompileJob
 from megamoe.kernels.hopper.scatter import pack_tiles
-from megamoe.kernels.pdl import gdc_launch_dependents, gdc_wait, overlaps
+from megamoe.kernels.pdl import gdc_launch_dependents, gdc_wait
 from megamoe.kernels.routing import RoutingPlan
 
 
@@ -67,10 +67,11 @@ def gather(
     packed_tiles: torch.Tensor,
     tile_count: torch.Tensor,
     k_order: bool,
+    pdl: bool = False,
 ) -> None:
     """Contract: `gather_kernel`, for x E4M3 [T, H] and sf fp32 [T, H/128] (rows may be strided, by whole words),
-    topk_weights fp32 [T, K] contiguous and `plan` of its T·K slots, whose rows are aligned. One launch; none for no
-    tokens."""
+    topk_weights fp32 [T, K] contiguous and `plan` of its T·K slots, whose rows are aligned; `pdl` is PDL, on a GPU
+    only. One launch; none for no tokens."""
     (tokens, hidden), top_k = x.shape, topk_weights.shape[1]
     if tokens == 0:
         return
@@ -81,7 +82,7 @@ def gather(
         gather_kernel[tokens + 1, triton.cdiv(blocks, groups)](
             words, sf, topk_weights, plan.slot_rows, plan.tiles, q.view(torch.int32), scale, row_weight,
             packed_tiles, tile_count, words.stride(0), sf.stride(0), tokens, num_tiles, q.shape[0],
-            H=hidden, TOP_K=top_k, K_ORDER=k_order, GROUPS=groups, PDL=overlaps(x), launch_pdl=overlaps(x),
+            H=hidden, TOP_K=top_k, K_ORDER=k_order, GROUPS=groups, PDL=pdl, launch_pdl=pdl,
             num_warps=4,
         )  # fmt: skip
 

@@ -1,6 +1,7 @@
 """A layer of FP8 or BF16 tokens and MXFP4 or E4M3 weights on SM90: plan, scatter, two GEMMs, combine.
 
-Five launches, each behind the plan starting before the last one ends (`pdl`), no host sync, no allocation.
+Five launches, with few tokens each behind the plan starting before the last one ends (`pdl`), no host sync, no
+allocation.
 """
 
 from __future__ import annotations
@@ -265,7 +266,7 @@ def run_planned(
     with profile.stage("down"):
         down(ws, weights.w2, spec, tile, num_tokens)
     with profile.stage("combine"):
-        add_rows(ws, topk_ids, output, spec)
+        add_rows(ws, topk_ids, output, spec, tile)
 
 
 def lay_out(
@@ -282,6 +283,7 @@ def lay_out(
         num_tiles=max_tiles(topk_ids.numel(), spec.num_local_experts, tile.block_m),
         packed_tiles=ws.packed_tiles, tile_count=ws.tile_count,
         expert_scales=parameters.expert_scales, routed_scaling_factor=parameters.routed_scaling_factor,
+        pdl=tile.overlap and overlaps(hidden_states),
     )  # fmt: skip
     if ws.slot_weights is not None:
         copy_rows(hidden_states, topk_ids, topk_weights, ws.plan, rows=ws.q, slot_weights=ws.slot_weights, **common)
@@ -292,13 +294,16 @@ def lay_out(
     )  # fmt: skip
 
 
-def add_rows(ws: HopperWorkspace, topk_ids: torch.Tensor, output: torch.Tensor, spec: LayerSpec) -> None:
+def add_rows(
+    ws: HopperWorkspace, topk_ids: torch.Tensor, output: torch.Tensor, spec: LayerSpec, tile: HopperTile
+) -> None:
     """The combine."""
     num_tokens = len(topk_ids)
     combine(
         ws.rows[:num_tokens], topk_ids, output,
         num_experts=spec.num_local_experts, shared=spec.shared_intermediate > 0,
-        topk_weights=None if ws.slot_weights is None else ws.slot_weights[:num_tokens], pdl=overlaps(output),
+        topk_weights=None if ws.slot_weights is None else ws.slot_weights[:num_tokens],
+        pdl=tile.overlap and overlaps(output),
     )  # fmt: skip
 
 

@@ -45,6 +45,6 @@ def _pipeline(tile: HopperTile) -> dict[str, int]:
 
 
 def launch_options(tile: HopperTile) -> dict[str, int]:
-    """Of both expert GEMMs. A kernel launched with them must wait for the one before it (`pdl`)."""
+    """Of both expert GEMMs. Those of an overlapping tile must wait for the kernel before (`pdl`)."""
     registers = {"maxnreg": 80} if tile.ctas_per_sm == 2 else {}
-    return {"num_warps": 4, "launch_pdl": pdl.PDL, **registers}
+    return {"num_warps": 4, "launch_pdl": pdl.PDL and tile.overlap, **registers}

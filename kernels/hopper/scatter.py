@@ -10,7 +10,7 @@ import triton.language as tl
 
 from megamoe.codegen.job import CompileJob
 from megamoe.kernels.numerics import f32_to_e4m3
-from megamoe.kernels.pdl import gdc_launch_dependents, gdc_wait, overlaps
+from megamoe.kernels.pdl import gdc_launch_dependents, gdc_wait
 from megamoe.kernels.routing import RoutingPlan
 
 FP8_FLOOR = 1e-10
@@ -159,10 +159,11 @@ def scatter(
     expert_scales: torch.Tensor | None = None,
     routed_scaling_factor: float = 1.0,
     shared: SharedRows | None = None,
+    pdl: bool = False,
 ) -> None:
     """Contract: `scatter_kernel`, for x BF16 [T, H] (rows may be strided) and `plan` of its T·K slots, whose rows are
-    aligned. `scale` of one axis means one scale per token; `k_order` is K_ORDER, `shared` SHARED. One launch; none for
-    no tokens."""
+    aligned. `scale` of one axis means one scale per token; `k_order` is K_ORDER, `shared` SHARED, `pdl` PDL, on a GPU
+    only. One launch; none for no tokens."""
     (tokens, hidden), top_k = x.shape, topk_ids.shape[1]
     if tokens == 0:
         return
@@ -175,7 +176,7 @@ def scatter(
             plan.slot_rows, plan.tiles, q, scale, row_weight, packed_tiles, tile_count, targets,
             x.stride(0), tokens, num_tiles, q.shape[0], *shared_rows, FP8_FLOOR, routed_scaling_factor,
             H=hidden, TOP_K=top_k, PER_TOKEN=per_token, HAS_SCALES=expert_scales is not None, GROUPS=groups,
-            K_ORDER=k_order, SHARED=shared is not None, PDL=overlaps(x), launch_pdl=overlaps(x),
+            K_ORDER=k_order, SHARED=shared is not None, PDL=pdl, launch_pdl=pdl,
             num_warps=8 if groups > 16 else 4, enable_fp_fusion=False,
         )  # fmt: skip
 
