@@ -252,8 +252,8 @@ def _gather_case(k_order: bool, device: str) -> None:
         k_order=k_order,
     )
     assert plan.slot_rows is not None
-    served = plan.slot_rows.cpu()
-    if not bool((row_weight.cpu()[served[served >= 0].long()] < 1).all()):
+    served = plan.slot_rows[plan.slot_rows >= 0].long()
+    if not bool((row_weight[served] < 1).all()):
         raise RuntimeError("a served row has no weight")
 
 
