@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from megamoe.codegen.job import CompileJob
-from megamoe.kernels.hopper.scatter import pack_tiles
+from megamoe.kernels.hopper.scatter import pack_tiles, slot_weight
 from megamoe.kernels.pdl import gdc_launch_dependents, gdc_wait
 from megamoe.kernels.routing import RoutingPlan
 
@@ -25,8 +25,8 @@ def copy_rows_kernel(
     packs the tile list.
 
     rows BF16 [capacity, H], every block of 128 columns in `weights.bf16_k_order`; slot_weights fp32 [T, TOP_K], of the
-    slots that have a row: the top-k weights times expert_scales and the factor, one product each, for the combine.
-    Safe: a row belongs to one slot, so programs write disjoint ranges and read only inputs.
+    slots that have a row: `slot_weight`, for the combine. Safe: a row belongs to one slot, so programs write
+    disjoint ranges and read only inputs.
     """
     if PDL:
         gdc_wait()
@@ -47,10 +47,9 @@ def copy_rows_kernel(
             if row >= 0:
                 tl.store(rows + row.to(tl.int64) * H + group * 128 + position, values, mask=live)
                 if tl.program_id(1) == 0:
-                    weight = tl.load(topk_weights + token * TOP_K + k)
-                    if HAS_SCALES:
-                        weight = weight * tl.load(expert_scales + tl.load(topk_ids + token * TOP_K + k))
-                    tl.store(slot_weights + token * TOP_K + k, weight * factor)
+                    slot = token * TOP_K + k
+                    weight = slot_weight(topk_weights, topk_ids, expert_scales, slot, factor, HAS_SCALES)
+                    tl.store(slot_weights + slot, weight)
 
 
 def copy_rows(

@@ -64,6 +64,15 @@ def pack_tiles(tiles, packed, count, num_tiles, begin=0):
 
 
 @triton.jit
+def slot_weight(topk_weights, topk_ids, expert_scales, slot, factor, HAS_SCALES: tl.constexpr):
+    """The top-k weight times expert_scales and the factor, one product each."""
+    weight = tl.load(topk_weights + slot)
+    if HAS_SCALES:
+        weight = weight * tl.load(expert_scales + tl.load(topk_ids + slot))
+    return weight * factor
+
+
+@triton.jit
 def _store_row(
     q, scale, row, codes, block_scale, group, position, capacity, H: tl.constexpr, PER_TOKEN: tl.constexpr
 ):  # fmt: skip
@@ -91,9 +100,9 @@ def scatter_kernel(
     row of each of its slots. Program (T, 0) packs the tile list.
 
     q E4M3 [capacity, H], K_ORDER: every block of 128 columns in `weights.k_order`; scale fp32 [capacity] (PER_TOKEN) or
-    [H/128, capacity]; row_weight fp32 [capacity], the slots' top-k weights times expert_scales and the factor, one
-    product each. Arithmetic as `fp8_token` and `fp8_block128` of the pre-dispatch. Safe: a row belongs to one slot, so
-    programs write disjoint ranges and read only inputs.
+    [H/128, capacity]; row_weight fp32 [capacity], each slot's `slot_weight`. Arithmetic as `fp8_token` and
+    `fp8_block128` of the pre-dispatch. Safe: a row belongs to one slot, so programs write disjoint ranges and read only
+    inputs.
 
     SHARED: token t is also in row shared_row + t, with weight 1 (no factor meets it), and the tiles of these rows, of
     expert `shared_expert`, come first. row_targets int32 [capacity] is t·(TOP_K + 1) + k for a slot's row and
@@ -129,10 +138,8 @@ def scatter_kernel(
             if row >= 0:
                 _store_row(q, scale, row, codes, block_scale, group, position, capacity, H, PER_TOKEN)
                 if tl.program_id(1) == 0:
-                    weight = tl.load(topk_weights + token * TOP_K + k)
-                    if HAS_SCALES:
-                        weight = weight * tl.load(expert_scales + tl.load(topk_ids + token * TOP_K + k))
-                    tl.store(row_weight + row, weight * factor)
+                    weight = slot_weight(topk_weights, topk_ids, expert_scales, token * TOP_K + k, factor, HAS_SCALES)
+                    tl.store(row_weight + row, weight)
                     if SHARED:
                         tl.store(row_targets + row, (token * (TOP_K + 1) + k).to(tl.int32))
         if SHARED:
