@@ -120,9 +120,9 @@ def test_a_call_does_not_see_what_a_larger_one_left(name: str, device: str) -> N
 
 
 def test_portable_kernels_use_nothing_that_depends_on_launch_order_or_scratch() -> None:
-    """No programmatic dependent launch (a producer's writes are always complete; the combine offers it to the SM90 tier,
-    and no portable call asks for it), no atomics (every sum has one order),
-    no descriptors (no scratch that a graph could keep a dangling pointer to) and no warp specialisation."""
+    """No programmatic dependent launch (a producer's writes are always complete; the combine offers it to the SM90
+    tier, and no portable call asks for it), no atomics (every sum has one order), no descriptors (no
+    scratch that a graph could keep a dangling pointer to) and no warp specialisation."""
     folder = Path(kernels_layer.__file__).parent
     names = set()
     for file in [*folder.glob("*.py"), *(folder / "layouts").glob("*.py")]:  # the rest is one architecture's
