@@ -26,7 +26,8 @@ class Record:
     least time the measured roofline allows over the median. ratio_to: for every other backend at the same point, its
     median over this row's (2.0: it takes twice as long). method: `cuda_graph`, `clock`, or `events: <reason>`.
     rel_rms, worst_row, fitted_scale: error of y against the reference (`oracle.metrics`); judged_by: the recipe of that
-    reference, also where the errors are None because nothing was compared; problem: what is wrong with the row although it was measured, or None.
+    reference, also where the errors are None because nothing was compared; problem: what is wrong with the
+    row although it was measured, or None.
     """
 
     model: str
