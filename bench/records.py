@@ -119,11 +119,16 @@ def _ratios(record: Record, others: Iterable[Record]) -> dict[str, float]:
 
 
 def save(results: Results, path: Path) -> None:
-    """One record per line: two files diff row by row."""
-    meta = json.dumps(results.meta, indent=1, ensure_ascii=False).replace("\n", "\n ")
-    rows = ",\n".join(f"  {json.dumps(asdict(record), ensure_ascii=False)}" for record in results.records)
+    """The results as `load` reads them."""
+    write_rows(results.meta, results.records, path)
+
+
+def write_rows(meta: dict[str, Any], records: Sequence[Any], path: Path) -> None:
+    """`{"meta": …, "records": […]}` of dataclasses, one record per line: two files diff row by row."""
+    head = json.dumps(meta, indent=1, ensure_ascii=False).replace("\n", "\n ")
+    rows = ",\n".join(f"  {json.dumps(asdict(record), ensure_ascii=False)}" for record in records)
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(f'{{\n "meta": {meta},\n "records": [\n{rows}\n ]\n}}\n', encoding="utf-8")
+    path.write_text(f'{{\n "meta": {head},\n "records": [\n{rows}\n ]\n}}\n', encoding="utf-8")
 
 
 def load(path: Path) -> Results:

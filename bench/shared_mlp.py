@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ import torch
 from megamoe.backends.triton import device_unsupported_reason
 from megamoe.bench.environment import describe_run
 from megamoe.bench.layers import FP8_BLOCK, LayerStore, input_sets
+from megamoe.bench.records import write_rows
 from megamoe.bench.registry import Point, find_recipes, find_tokens
 from megamoe.bench.shapes import MODELS, with_shared
 from megamoe.bench.shared_layers import LAYERS, SharedLayer, open_layers
@@ -135,15 +136,8 @@ def table(rows: Sequence[Row], model: str) -> str:
     return "\n".join(lines) + "\n"
 
 
-def save(meta: dict[str, Any], rows: Sequence[Row], path: Path) -> None:
-    """As `bench.records.save` writes its rows: one per line."""
-    head = json.dumps(meta, indent=1, ensure_ascii=False).replace("\n", "\n ")
-    lines = ",\n".join(f"  {json.dumps(asdict(row), ensure_ascii=False)}" for row in rows)
-    path.write_text(f'{{\n "meta": {head},\n "records": [\n{lines}\n ]\n}}\n', encoding="utf-8")
-
-
 def load_rows(path: Path) -> list[Row]:
-    """The rows of a file that `save` wrote."""
+    """The rows of a file of this script."""
     return [Row(**row) for row in json.loads(path.read_text(encoding="utf-8"))["records"]]
 
 
@@ -182,7 +176,7 @@ def main(json_path: Path | None, model: str, tokens: str, names: tuple[str, ...]
             for row in rows[-len(contenders) :]:
                 click.echo(_line(row))
             if json_path is not None:
-                save(meta, rows, json_path)
+                write_rows(meta, rows, json_path)
         del contenders  # before the next recipe's are made: a layer of DeepSeek-V4-Pro has 13 GB
     wrong = sum(row.problem is not None for row in rows)
     if wrong:

@@ -11,10 +11,11 @@ from click.testing import CliRunner
 
 from megamoe.bench.environment import describe_run
 from megamoe.bench.layers import BLOCK128, LayerStore, input_sets
+from megamoe.bench.records import write_rows
 from megamoe.bench.registry import Point
 from megamoe.bench.shapes import ModelShape
 from megamoe.bench.shared_layers import Separate, SharedLayer, open_layers, shared_expert, with_mxfp4_shared
-from megamoe.bench.shared_mlp import Row, load_rows, main, measure, save, table, unfit_reason
+from megamoe.bench.shared_mlp import Row, load_rows, main, measure, table, unfit_reason
 from megamoe.bench.timing import Windows
 from megamoe.oracle.metrics import assert_bytes_equal, compare
 from megamoe.recipe import resolve_recipe
@@ -128,7 +129,7 @@ def test_the_page_shows_the_measured_figures() -> None:
 
 def test_a_file_says_where_it_was_measured_and_is_read_back(tmp_path: Path) -> None:
     path = tmp_path / "rows.json"
-    save(describe_run(torch.device("cpu"), None, {"tokens": [1]}), ROWS, path)
+    write_rows(describe_run(torch.device("cpu"), None, {"tokens": [1]}), ROWS, path)
     data = json.loads(path.read_text())
     assert {"device", "driver", "versions", "method", "date"} <= data["meta"].keys()
     assert {"model", "tokens", "recipe", "contender", "median_us", "p20_us", "p80_us", "launches", "stream_syncs"} <= (

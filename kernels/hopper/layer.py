@@ -21,12 +21,11 @@ from megamoe.kernels.hopper.e2m1_many import e2m1_many_gate_up_kernel
 from megamoe.kernels.hopper.e4m3 import E4m3Matrix, e4m3_down, e4m3_gate_up
 from megamoe.kernels.hopper.expert_gemm import hopper_down_kernel, hopper_gate_up_kernel
 from megamoe.kernels.hopper.layouts import PLAIN_FP32, SWIZZLED_32, SWIZZLED_128
-from megamoe.kernels.hopper.options import constexprs, launch_options, wide_constexprs
+from megamoe.kernels.hopper.options import constexprs, launch_options, overlap, wide_constexprs
 from megamoe.kernels.hopper.scatter import SharedRows, scatter
 from megamoe.kernels.hopper.weights import HopperMatrix, from_hopper, to_hopper
 from megamoe.kernels.layouts.gate_up import deinterleave_gate_up
 from megamoe.kernels.operands import weight_bytes
-from megamoe.kernels.pdl import overlaps
 from megamoe.kernels.routing import RoutingPlan, allocate_plan, build_plan, max_rows, max_tiles
 from megamoe.parameters import LayerParameters
 from megamoe.plain_weights import PlainWeights
@@ -283,7 +282,7 @@ def lay_out(
         num_tiles=max_tiles(topk_ids.numel(), spec.num_local_experts, tile.block_m),
         packed_tiles=ws.packed_tiles, tile_count=ws.tile_count,
         expert_scales=parameters.expert_scales, routed_scaling_factor=parameters.routed_scaling_factor,
-        pdl=tile.overlap and overlaps(hidden_states),
+        pdl=overlap(tile, hidden_states),
     )  # fmt: skip
     if ws.slot_weights is not None:
         copy_rows(hidden_states, topk_ids, topk_weights, ws.plan, rows=ws.q, slot_weights=ws.slot_weights, **common)
@@ -303,7 +302,7 @@ def add_rows(
         ws.rows[:num_tokens], topk_ids, output,
         num_experts=spec.num_local_experts, shared=spec.shared_intermediate > 0,
         topk_weights=None if ws.slot_weights is None else ws.slot_weights[:num_tokens],
-        pdl=tile.overlap and overlaps(output),
+        pdl=overlap(tile, output),
     )  # fmt: skip
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import torch
+
 from megamoe.kernels import pdl
 from megamoe.kernels.hopper.config import HopperTile
 
@@ -42,6 +44,11 @@ def e4m3_boxes(tile: HopperTile, groups: int) -> tuple[list[int], list[int], lis
 def _pipeline(tile: HopperTile) -> dict[str, int]:
     consumer = 104 if tile.ctas_per_sm == 2 else 240
     return {"STAGES": tile.stages, "CONSUMER_REGISTERS": consumer, "PRODUCER_REGISTERS": 24}
+
+
+def overlap(tile: HopperTile, tensor: torch.Tensor) -> bool:
+    """Whether the launches around the expert GEMMs overlap with their neighbours, for a layer on `tensor`'s device."""
+    return tile.overlap and pdl.overlaps(tensor)
 
 
 def launch_options(tile: HopperTile) -> dict[str, int]:

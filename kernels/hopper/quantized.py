@@ -8,7 +8,7 @@ from megamoe import profile
 from megamoe.kernels.hopper.config import choose_tile
 from megamoe.kernels.hopper.gather import gather
 from megamoe.kernels.hopper.layer import HopperWorkspace, Weights, add_rows, down, gate_up, plan_routing
-from megamoe.kernels.pdl import overlaps
+from megamoe.kernels.hopper.options import overlap
 from megamoe.kernels.routing import max_tiles
 from megamoe.spec import LayerSpec
 
@@ -39,7 +39,7 @@ def run_quantized_layer(
             x, x_sf, topk_weights, ws.plan,
             num_tiles=max_tiles(topk_ids.numel(), spec.num_local_experts, tile.block_m),
             q=ws.q, scale=ws.scale, row_weight=ws.row_weight, packed_tiles=ws.packed_tiles, tile_count=ws.tile_count,
-            k_order=spec.traits.weight == "e2m1", pdl=tile.overlap and overlaps(x),
+            k_order=spec.traits.weight == "e2m1", pdl=overlap(tile, x),
         )  # fmt: skip
     with profile.stage("gate_up"):
         gate_up(ws, weights.w13, spec, tile, num_tokens)
